@@ -21,7 +21,7 @@ KIT_ENV ?= .venv-kit
 
 SMOLLM := .models/smollm2-135m-instruct
 
-.PHONY: clients demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers harnesses harnesses-all smollm2 quick full long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 gpu-kit-sglang gpu-visit gpu-visit-cpu check-sglang-pins swe-base swe-tasks check docs site package clean
+.PHONY: clients demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers harnesses harnesses-all smollm2 quick full long gpu-check gpu-kit gpu-kit-cpu gpu-kit-smollm2 gpu-kit-sglang gpu-visit gpu-visit-cpu check-sglang-pins swe-base swe-tasks check docs pictures site package clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
@@ -130,6 +130,12 @@ check: $(VENV)/dev  ## style, types, direction of imports, generated docs
 docs: $(VENV)/dev  ## docs/reference/configuration.md and the tables of docs/reference/algorithms.md and docs/reference/metrics.md, from the code
 	$(BIN)/python tools/make_config_docs.py
 	$(BIN)/python tools/make_algorithm_docs.py
+
+pictures: $(VENV)/dev  ## docs/pictures, from a run of the demo and headless Chromium (apt-get install chromium); two minutes
+	rm -rf build/pictures
+	$(BIN)/python tools/architecture_picture.py --out docs/pictures
+	$(BIN)/python tools/console_picture.py build/pictures/demo --out docs/pictures
+	$(BIN)/python tools/viewer_pictures.py build/pictures/demo --out docs/pictures
 
 site: $(VENV)/docs  ## the documentation as web pages, in build/site; ends with an error at a dead link
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

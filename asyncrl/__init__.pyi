@@ -32,136 +32,132 @@ Code = str | Callable[..., Any] | Tool | Mapping[Any, Any]
 Rows = str | PathLike[str] | Iterable[Mapping[str, Any]] | Sequence[str | PathLike[str]] | Any
 
 class ModelKeys(TypedDict, total=False):
-    """The policy, a Hugging Face language model, alone or inside of a composite checkpoint, with its
+    """The policy: a Hugging Face language model, alone or inside a composite checkpoint, with its
     tokenizer."""
 
     path: str | PathLike[str]
-    """Directory with config.json, model.safetensors, tokenizer.json and a chat template; or `owner/name`
-    of the Hugging Face hub, `@revision` if another than the newest is wanted."""
+    """Directory with config.json, model.safetensors, tokenizer.json and a chat template, or `owner/name`
+    on the Hugging Face hub, with `@revision` for another revision than the newest."""
     template: str | PathLike[str]
-    """Chat template instead of the model's: a Jinja file, or `chatml_tools`, which comes with the
-    package. Exports contain it."""
+    """Chat template that replaces the model's: a Jinja file, or the built-in `chatml_tools`. Exports
+    contain it."""
     template_args: Mapping[Any, Any]
     """Arguments of the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
     dtype: Literal["auto", "float32", "bfloat16"]
-    """Compute type of the trainer, which keeps weights that do not train in it; those that do, and the
-    optimizer, are float32. Also the type of published weights and of the embedded engine. auto: bfloat16
-    on a GPU (on Ray one is expected, unless `device` is cpu) or CPU with instructions for it, else
-    float32."""
+    """Compute type of the trainer, also used for frozen weights, published weights and the embedded
+    engine. Trained weights and the optimizer are float32. auto: bfloat16 on a GPU (expected on Ray,
+    unless `device` is cpu) or on a CPU with instructions for it, else float32."""
     device: Literal["auto", "cpu", "cuda"]
-    """Device of the trainer ranks and embedded engines. Embedded engines take GPUs that no rank or scorer
-    uses, if any (`engine.colocated`: those of the ranks). On Ray one gets its own GPU only with
-    `cuda`."""
+    """Device of trainer ranks and embedded engines. Embedded engines take GPUs that no rank or scorer
+    uses, if any (with `engine.colocated`: those of the ranks). On Ray an embedded engine gets its own GPU
+    only with `cuda`."""
     fp32_head: bool
-    """Compute logits in float32 under bfloat16 (in trainer)."""
+    """Compute the trainer's logits in float32 under bfloat16."""
     lora_rank: int
-    """Train low-rank adapters of this rank on the linear layers instead of the weights; 0: all
+    """Rank of low-rank adapters on the linear layers, trained instead of the weights; 0: train all
     weights."""
     lora_alpha: float
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_modules: Sequence[str]
-    """Kinds of linear layers that adapters adapt, by the last part of their names, e.g. `[q_proj,
-    v_proj]`; empty: all of the text part, without those that servers do not take, where they get adapters
-    alone."""
+    """Linear layers to adapt, by the last part of their names, e.g. `[q_proj, v_proj]`; empty: all in the
+    text part, except those that servers do not accept if they get adapters alone."""
 
 class DataKeys(TypedDict, total=False):
-    """Prompts, with verl's columns or others."""
+    """Prompts, in verl's columns or others."""
 
     train: str | PathLike[str] | Sequence[str | PathLike[str] | Mapping[str, Any]]
-    """Training samples: a file (parquet, jsonl, json, csv), a directory of tasks, a pattern, a hub data
-    set `hf:OWNER/NAME:CONFIG:SPLIT`; or several, all with weights `{path, weight}` or none."""
+    """Training samples: a file (parquet, jsonl, json, csv), a directory of tasks, a glob pattern, or a
+    hub data set `hf:OWNER/NAME:CONFIG:SPLIT`; or a list of these, all with weights `{path, weight}` or
+    none."""
     test: str | PathLike[str] | Sequence[str | PathLike[str]]
-    """Held-out samples, in the same ways, without weights; empty: no validation."""
+    """Held-out samples, given like `train`, without weights; empty: no validation."""
     columns: Mapping[Any, Any]
-    """Parts of a sample that other columns hold, e.g. `{prompt: question, ground_truth:
-    answer.value}`."""
+    """Columns that hold the parts of a sample, e.g. `{prompt: question, ground_truth: answer.value}`."""
     dataset: Code
-    """Reader of the sources: `module:class` or `file.py:class`, called with the path of each, an iterable
+    """Custom reader, `module:class` or `file.py:class`: called with the path of each source, an iterable
     of rows; empty: the readers of the formats above."""
     system_prompt: str
-    """System message for prompts that bring none."""
+    """System message for prompts without one."""
     filter_overlong: bool
     """Leave out prompts after which `rollout.max_tokens` has no room for a turn of
-    `rollout.max_new_tokens`, and demonstrations that are longer; without it the checks before the start
+    `rollout.max_new_tokens`, and demonstrations that are longer. If false, the checks before the start
     warn of them."""
     order: Code
-    """Order of the samples in an epoch: `module:function` or `file.py:function`, called with the samples,
-    the numbers of those drawn, and the epoch; gives the numbers in their new order."""
+    """Custom order of samples in an epoch, `module:function` or `file.py:function`: called with the
+    samples, the numbers of those drawn, and the epoch, returns the numbers in their new order."""
     shuffle: bool
-    """Shuffle the samples anew in each epoch, by `seed`."""
+    """Reshuffle the samples in each epoch, by `seed`."""
     epochs: int
     """Passes over the training samples; 0: as many as `total_steps` needs."""
     at_end: Literal["flush", "drop"]
-    """Action at an end of the data with less than a batch live: train a short batch, or drop it
-    (`end_of_data`)."""
+    """When the data ends with less than a batch live: train a short batch, or drop it (`end_of_data`)."""
 
 class RolloutKeys(TypedDict, total=False):
     """Episodes: sampling, limits, tools, environment, agent and reward."""
 
     workers: int
-    """Number of rollout worker processes."""
+    """Rollout worker processes."""
     slots: int
     """Episodes that one worker runs at once."""
     temperature: float
-    """Sampling temperature of training episodes. Top-p and top-k are off in training, so that the
-    recorded log-probs are those of the distribution sampled from."""
+    """Sampling temperature of training episodes. Training uses no top-p or top-k, so that recorded
+    log-probs are those of the sampled distribution."""
     max_new_tokens: int
     """Token limit of one turn."""
     max_tokens: int
-    """Token limit of a row, prompt and tool replies included. An episode has one row, unless its history
+    """Token limit of a row, including prompt and tool replies. An episode has one row, unless its history
     is rewritten or branches."""
     max_turns: int
     """Model turns per episode."""
     max_calls: int
     """Tool calls per episode."""
     max_bad_calls: int
-    """An episode ends after this many bad tool calls in a row: malformed, unknown tool, wrong
-    arguments."""
+    """Consecutive bad tool calls (malformed, unknown tool, wrong arguments) after which an episode
+    ends."""
     max_reply_tokens: int
-    """Token limit of a tool reply or an environment message; a longer one is cut."""
+    """Token limit of a tool reply or an environment message; longer ones are cut."""
     cut_replies: Literal["head", "middle", "tail"]
-    """Place at which a tool reply that is too long is cut."""
+    """Part that is cut out of an overlong tool reply."""
     history: Literal["append", "fork", "fold"]
-    """Effect of a chat template that rewrites earlier turns: it is refused (`append`), or begins a new
-    row (`fork`, `fold`). A full row ends the episode, or (`fold`) goes on as a new one without the oldest
-    tool replies."""
+    """If a chat template rewrites earlier turns: `append` refuses it, `fork` and `fold` begin a new row.
+    A full row ends the episode; with `fold` it continues in a new row without the oldest tool replies."""
     max_rows: int
-    """Maximum number of rows of one episode, with `history` `fork` or `fold`, or with an agent."""
+    """Maximum rows of one episode, with `history` `fork` or `fold`, or with an agent."""
     tools: Sequence[str | PathLike[str]]
     """Tools: registered names, `module:function`, `file.py:function`, or a folder of such files."""
     tool_args: Mapping[Any, Any]
-    """Constructor arguments per tool, e.g. `{calculator: {latency_mean: 0.3}}`."""
+    """Constructor arguments by tool, e.g. `{calculator: {latency_mean: 0.3}}`."""
     tool_timeout: float
-    """Deadline of one tool call, after which the episode goes on with an error reply, and of one step of
-    an environment, where these set none of their own."""
+    """Deadline of one tool call, after which the episode continues with an error reply, and of one
+    environment step, unless the tool or environment sets its own."""
     parser: str
-    """Format in which the model writes tool calls."""
+    """Format of the model's tool calls."""
     environment: Code
-    """Environment that answers turns without tool calls (a game, a simulated user): a registered name,
-    `module:class` or `file.py:class`, or one with options, e.g. `{gymnasium: {id: FrozenLake-v1}}`;
-    empty: such a turn is the answer."""
+    """Environment that answers turns without tool calls (a game, a simulated user): a name,
+    `module:class` or `file.py:class`, e.g. with options `{gymnasium: {id: FrozenLake-v1}}`; empty: such a
+    turn is the answer."""
     agent: Code
-    """A program that leads the episode through an endpoint with OpenAI's and Anthropic's APIs: a coding
+    """Program that drives the episode through an endpoint with OpenAI's and Anthropic's APIs: a coding
     agent (`{claude_code: {}}`), `{command: {line: python agent.py}}`, `module:function` or
-    `file.py:function`; empty: the model is asked turn by turn."""
+    `file.py:function`; empty: the worker plays the episode turn by turn."""
     agent_address: str
-    """Address on which each worker listens for agents, or a name that each machine has for one of its
-    own. Other addresses than 127.0.0.1 are for private networks: nothing is encrypted."""
+    """Address on which each worker listens for agents, or a name that each machine resolves to its own
+    address. Use addresses other than 127.0.0.1 in private networks only: nothing is encrypted."""
     untrained_agents: Sequence[str | PathLike[str]]
-    """Requests of an agent whose turns are not trained (titles, commit messages): names of their `model`,
-    globs among them, or `module:function`, `file.py:function` of a request. They have limits of their
-    own, as large as `max_turns` and `max_rows`."""
+    """Requests of an agent whose turns are not trained (titles, commit messages): names or globs of their
+    `model`, or `module:function` or `file.py:function` of a request. They have limits of their own, as
+    large as `max_turns` and `max_rows`."""
     reward: Code
-    """Reward function (verl's signature, or of one trajectory): a registered name, `module:function` or
-    `file.py:function`; or several with options and weights, e.g. `{gsm8k: {}, format: {weight: 0.2}}`."""
+    """Reward function (with verl's signature, or of one trajectory): a name, `module:function` or
+    `file.py:function`; or several, e.g. `{gsm8k: {}, format: {weight: 0.2}}`."""
     reward_timeout: float
-    """Deadline of one reward call; afterwards the episode fails with `reward_error`."""
+    """Deadline of one reward call, after which the episode fails with `reward_error`."""
     part_seconds: float
-    """A turn that lasts longer is made durable in parts of this many seconds, so that a lost worker loses
-    less than one part. A value above `episode_timeout` turns this off."""
+    """A longer turn is made durable in parts of this many seconds, so that a lost worker loses less than
+    one part. A value above `episode_timeout` turns this off."""
     episode_timeout: float
-    """Wall-clock limit of one episode, which then ends and is scored, or fails if no turn is finished. An
-    episode that is continued after a loss has the remaining time."""
+    """Time limit of one episode, which then ends and is scored, or fails if no turn has finished. An
+    episode that continues after a loss has the remaining time."""
     retries: int
     """Further attempts at an episode that failed through no fault of the policy. Lost workers and
     servers, and stops of the run, do not count."""
@@ -170,31 +166,31 @@ class EngineKeys(TypedDict, total=False):
     """The inference engines."""
 
     name: str
-    """`torch`: embedded in the rollout worker. `sglang`: servers of their own, shared by all workers."""
+    """`torch`: embedded in the rollout worker. `sglang`: servers shared by all workers."""
     servers: int
-    """sglang: servers to start."""
+    """sglang: number of servers to start."""
     urls: Sequence[str]
     """sglang: attach to these servers instead of starting any, e.g. `[http://10.0.0.5:30000]`."""
     tp: int
     """sglang: tensor-parallel size of a server (GPUs per server)."""
     server_args: Mapping[Any, Any]
-    """sglang: further arguments of started servers, by their names without `--`, e.g.
-    `{mem-fraction-static: 0.4}` (default 0.85) where the trainer shares the GPU."""
+    """sglang: further arguments of started servers, without `--`, e.g. `{mem-fraction-static: 0.4}`
+    (default 0.85) if the trainer shares the GPU."""
     server_command: Sequence[str]
     """sglang: command that starts a server; default: this Python with `-m sglang.launch_server`."""
     colocated: int
-    """Engines on the trainer's devices, one side at a time: engines give up KV cache and weights while
-    the trainer trains, and its state lies in main memory while they sample. 0: none. Else the number of
-    all engines, `servers` with sglang and `rollout.workers` with torch; `trainer.ranks` must be at least
-    as many (times `tp`)."""
+    """Number of engines that share the trainer's devices, one side at a time: engines release KV cache
+    and weights while the trainer trains, whose state is in main memory while they sample. 0: none;
+    otherwise all engines, `servers` with sglang and `rollout.workers` with torch. `trainer.ranks` must be
+    at least this number (times `tp`)."""
     api_key_env: str
-    """sglang: environment variable with the servers' API key; empty: none."""
+    """sglang: environment variable with the API key of the servers; empty: no key."""
     admin_key_env: str
-    """sglang: environment variable with the servers' admin key; empty: the API key."""
+    """sglang: environment variable with the admin key of the servers; empty: the API key."""
     start_timeout: float
     """sglang: deadline for a server to become ready."""
     request_timeout: float
-    """sglang: a request whose stream is silent for this long is given up and continued elsewhere."""
+    """sglang: a request whose stream is silent for this long is abandoned and continued elsewhere."""
 
 class BufferKeys(TypedDict, total=False):
     """The replay buffer: batches, groups, staleness."""
@@ -204,76 +200,73 @@ class BufferKeys(TypedDict, total=False):
     episodes_per_group: int
     """Episodes per sample."""
     max_staleness: int
-    """Bound on the lag of every trained token, in optimizer batches. 0: synchronous. Only tokens of the
-    slowest episodes come near it: `target_staleness` sets the lag of the others."""
+    """Maximum lag of every trained token, in optimizer batches. 0: synchronous. Only tokens of the
+    slowest episodes come near it; `target_staleness` sets the lag of the others."""
     target_staleness: float | Literal["auto"]
-    """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: adapted after each batch, so
-    that `stale_budget` of the tokens are over the bound and, within that, the trainer is busy; it begins
-    with min(1/2, max_staleness), grows quickly while trainer and episodes only wait (for tools, for the
-    reward), and is at most 4, or max_staleness / 4 if that is more."""
+    """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: starts at min(1/2,
+    max_staleness) and adapts after each batch to keep the trainer busy within `stale_budget`; at most 4,
+    or max_staleness / 4 if that is more."""
     stale_budget: float
-    """With target_staleness=auto: share of the tokens that may go over the bound. A larger one makes runs
-    with slow tools or long episodes faster, but the first tokens of more of these episodes are not
-    trained: a larger max_staleness costs less."""
+    """With target_staleness=auto: share of the tokens that may exceed max_staleness. For runs with slow
+    tools or long episodes, a larger max_staleness costs less than a larger budget."""
     on_stale: Literal["mask", "hold", "drop"]
-    """Tokens over the bound when a batch takes them: `mask` gives them weight zero, with `hold` the batch
-    waits for groups that would cross the bound, `drop` drops the trajectory."""
+    """Tokens over max_staleness when a batch takes them: `mask` gives them weight zero, `hold` makes the
+    batch wait for groups that would exceed it, `drop` drops the trajectory."""
     group_policy: Literal["auto", "complete", "partial"]
-    """`complete`: a group is trained when all of its members have ended. `partial`: those that landed by
-    a deadline are trained then, late ones when they land. auto: `partial` where the algorithm stays
-    unbiased with it and on_stale is mask, else `complete`."""
+    """`complete`: train a group when all of its members have ended. `partial`: train members that ended
+    by a deadline then, late ones when they end. auto: `partial` if the algorithm stays unbiased with it
+    and on_stale is mask, else `complete`."""
     group_deadline: float | Literal["auto"]
-    """`partial`: seconds from the start of a group's first episode to the deadline, at which the members'
-    baseline is fixed. auto: the time in which half of the groups land all of their members."""
+    """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the
+    baseline. auto: the time in which half of the groups finish all of their members."""
     filter_zero_variance: bool
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: int
-    """Limit on filtered groups per batch, in batches; then the batch is trained with the groups it
-    has."""
+    """Filtered groups per batch, in batches, after which the batch is trained with the groups it has."""
     retire_pass_rate: float
-    """Samples whose share of positive rewards in a group reached this are not drawn again
+    """Do not draw samples again once their share of positive rewards in a group has reached this
     (no-positive-resampling); 1: off."""
     shift_fill: float | Literal["auto"]
     """With engine.colocated: share of a batch's groups that must be ready before the trainer gets the
-    devices; a smaller one makes more changes. auto: all groups; or what is ready, once no engine has
-    sampled for as long as both last changes took."""
+    devices. auto: all, or those that are ready once no engine has sampled for as long as the last two
+    changes took."""
     max_bytes: int
-    """Admission stops while payloads of live episodes, at their worst case, would exceed this."""
+    """Admission stops if the worst-case payloads of live episodes would exceed this size."""
 
 class AlgorithmKeys(TypedDict, total=False):
-    """Advantages, loss and behaviour correction; formulas and options of each name in
+    """Advantages, loss and behaviour correction. Names, options and when to use them:
     docs/reference/algorithms.md."""
 
     advantage: Code
-    """Advantages of rewards: a registered name, `module:function` or `file.py:function`, or one with
-    options, e.g. `{gae: {gamma: 0.99, lam: 0.95}}`."""
+    """Advantage: a name, `module:function` or `file.py:function`, e.g. with options `{gae: {gamma: 0.99,
+    lam: 0.95}}`."""
     normalise: Literal["auto", "none", "batch_std", "nonzero", "whiten", "whiten_running"]
-    """Scaling of advantages by the batch; `auto`: what the advantage is defined with."""
+    """Scaling of advantages by the batch; `auto`: as the advantage defines it."""
     loss: Code
-    """Policy loss: a registered name, `module:function` or `file.py:function`, or one with options, e.g.
-    `{ppo: {clip_high: 0.28}}`."""
+    """Policy loss: a name, `module:function` or `file.py:function`, e.g. with options `{ppo: {clip_high:
+    0.28}}`."""
     correction: Mapping[Any, Any] | None
     """Behaviour correction: rules on rho by name, each with its options, e.g. `{mask: {low: 0.5}}`; null:
-    `mask` and `truncate`, but nothing for a loss that contains pi/mu itself. `{}`: none, refused for
-    stale data."""
+    `mask` and `truncate`, or nothing for a loss that contains pi/mu. `{}`: none, refused for stale
+    data."""
     aggregation: str
-    """Aggregation of token losses to one number; normalisers are exact over the whole batch."""
+    """Aggregation of token losses into one number, exact over the whole batch."""
     shaping: Mapping[Any, Any]
     """Changes to the reward before advantages, by name, each with its options."""
     mask_truncated: bool
     """Keep episodes that hit a limit out of the loss (overlong filtering); their reward stays in the
     baseline."""
     entropy_coef: float
-    """Weight of the bonus for entropy over the whole vocabulary."""
+    """Weight of a bonus for entropy over the whole vocabulary."""
     steps_per_batch: int
-    """Mini-batches, one optimizer step each, per batch and epoch. More than one: a barrier, the whole
-    batch must have arrived before the first."""
+    """Mini-batches per batch and epoch, one optimizer step each. More than one needs a barrier: the whole
+    batch must arrive before the first step."""
     epochs: int
     """Passes over a batch; more than one needs the barrier, too."""
     prox: Literal["auto", "recompute", "loglinear", "current", "mu"]
     """log prox: recomputed at the start of the batch, interpolated between mu and pi, pi itself, or mu
-    (clips are around mu then, without a weight: verl's bypass mode). `auto`: `current` for one optimizer
-    step per batch, where that is exact, else `recompute`."""
+    (clips are then around mu, without a weight: verl's bypass mode). `auto`: `current` for one optimizer
+    step per batch, where it is exact, else `recompute`."""
     ess_lr: bool
     """Scale the learning rate by the square root of the batch's effective sample share, at least 0.1."""
 
@@ -282,22 +275,22 @@ class KLKeys(TypedDict, total=False):
 
     where: Literal["none", "reward", "loss", "loss_unweighted"]
     """Subtract coef * KL from the token rewards, or add it to the loss: weighted by rho, since tokens
-    come from mu, or, as verl and TRL do, unweighted."""
+    come from mu, or unweighted as in verl and TRL."""
     estimator: Literal["auto", "k1", "abs", "k2", "k3", "straight_through", "forward", "reverse", "js"]
-    """Estimator per token; `straight_through`: the value of k3, the gradient of k2. `auto`: k1 in the
-    reward, k2 in the loss, whose gradients are those of the KL. `forward`, `reverse`, `js`: KL(ref, pi),
-    KL(pi, ref) and Jensen-Shannon over the whole vocabulary, in the loss."""
+    """Estimator per token. `straight_through`: value of k3, gradient of k2. `auto`: k1 in the reward, k2
+    in the loss, whose gradients are those of the KL. `forward`, `reverse`, `js` (loss only): KL(ref, pi),
+    KL(pi, ref) and Jensen-Shannon over the whole vocabulary."""
     top_k: int
-    """forward, reverse, js: over the reference's k most likely tokens, the sampled one and all others as
-    one; 0: over all tokens, for which the reference has to be in the ranks."""
+    """forward, reverse, js: compare the reference's k most likely tokens, the sampled one and all others
+    together; 0: all tokens, which needs the reference in the trainer ranks."""
     coef: float
     """Initial coefficient."""
     target: float
-    """KL per token that the coefficient is adapted to; 0: it is fixed."""
+    """KL per token to which the coefficient adapts; 0: fixed coefficient."""
     horizon: int
-    """target: episodes over which the coefficient adapts."""
+    """Episodes over which the coefficient adapts to `target`."""
     reference: str | PathLike[str]
-    """Model directory or hub repository of the reference; empty: that of `scorers`, or else the initial
+    """Model directory or hub repository of the reference; empty: that of `scorers`, else the initial
     policy (with LoRA: the model without the adapter)."""
     prompt: str
     """Text in front of the first message that the reference reads, so that the policy, or another model,
@@ -306,14 +299,14 @@ class KLKeys(TypedDict, total=False):
     """Keep the reference's shards in main memory between its forwards."""
 
 class CriticKeys(TypedDict, total=False):
-    """Value function, a model of its own, trained where the advantage needs values (gae)."""
+    """Value function, a separate model, trained if the advantage needs values (gae)."""
 
     path: str | PathLike[str]
-    """Model directory or hub repository the critic starts from; empty: model.path."""
+    """Model directory or hub repository from which the critic starts; empty: model.path."""
     lr: float
     """Peak learning rate; the schedule is the policy's."""
     warmup_steps: int
-    """First batches that train the critic only."""
+    """Initial batches that train only the critic."""
     clip: float
     """Range of the value clip around the value at the start of the batch; 0: off."""
 
@@ -321,18 +314,17 @@ class TrainerKeys(TypedDict, total=False):
     """FSDP2 ranks and the optimizer."""
 
     ranks: int
-    """Trainer processes."""
+    """Number of trainer processes."""
     replicas: int
-    """Copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), for less traffic."""
+    """Copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), to reduce traffic."""
     sequence_parallel: int
-    """Ranks that compute a micro-batch together, each a part of its packed rows (Ulysses), for long
-    rows."""
+    """Ranks that share each micro-batch, with a part of its packed rows each (Ulysses), for long rows."""
     lr: float
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"]
-    """Learning-rate schedule after warm-up, by step, down to `lr_end` * lr at `total_steps`."""
+    """Schedule of the learning rate after warm-up, by step, down to `lr_end` * lr at `total_steps`."""
     lr_end: float
-    """Final learning rate as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
     warmup_steps: int
     """Steps of linear warm-up."""
     betas: Sequence[float]
@@ -341,116 +333,114 @@ class TrainerKeys(TypedDict, total=False):
     """Weight decay; AdamW's is decoupled."""
     optimizer: Code
     """A registered name, or a class or function that builds an optimizer from parameters, `lr` and
-    options, e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`; it gets `betas` and `weight_decay` if it takes
-    them."""
+    options, e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`. It also receives `betas` and `weight_decay` if
+    it accepts them."""
     offload_optimizer: bool
-    """Keep the shards of weights, gradients and optimizer state in main memory, and step there."""
+    """Keep the shards of weights, gradients and optimizer state in main memory, and run the optimizer
+    there."""
     activation_checkpointing: Literal["auto", "none", "full"] | int
-    """Layers whose activations are recomputed in the backward instead of being kept: none, all, or every
-    k-th. Their inputs and what their attention returned are kept. `auto`: on a GPU, the fewest with which
-    the memory estimate fits; on a CPU, none at first. More after a rank ran out of memory."""
+    """Layers whose activations are recomputed in the backward: none, all, or every k-th. `auto`: on a GPU
+    the fewest that fit by the memory estimate, on a CPU none. More are recomputed after a rank ran out of
+    memory."""
     compile: bool
-    """Compile each layer with torch.compile, once for all lengths; a CPU needs a C++ compiler."""
+    """Compile each layer with torch.compile, once for all lengths; needs a C++ compiler on a CPU."""
     grad_clip: float
-    """Gradient norm limit; 0: off."""
+    """Maximum gradient norm; 0: off."""
     on_spike: Literal["skip", "rollback", "stop"]
-    """Action after a batch whose gradient norm is not finite, or a spike: leave out its optimizer step;
-    drop its episodes by name, and go on from the newest checkpoint with other ones; or end the run."""
+    """After a batch whose gradient norm is not finite or a spike: skip its optimizer step; drop its
+    episodes by name and continue from the newest checkpoint with others; or end the run."""
     spike_factor: float
-    """A norm of more than this many times the median of the 32 batches before is a spike; 0: none is."""
+    """A norm above this many times the median of the last 32 batches is a spike; 0: off."""
     micro_batch_tokens: int
-    """Tokens of one micro-batch (forward and backward), on one rank or on those that share it together:
-    with `packing` padded padding counts, with tree a shared prefix counts once. A longer episode is a
+    """Tokens of one micro-batch (forward and backward), on one rank or on the ranks that share it.
+    Padding counts with `packing` padded; a shared prefix counts once with tree. A longer episode is a
     micro-batch by itself."""
     packing: Literal["padded", "packed", "tree"]
-    """padded: rows of a micro-batch are padded to the longest. packed: they lie one after another. tree:
-    what rows share at their beginning is computed once, and members of a group go to one rank. Where the
-    model would give other gradients than padded: padded, and a warning."""
+    """padded: pad rows of a micro-batch to the longest. packed: concatenate them. tree: compute
+    beginnings that rows share once, with members of a group on one rank. If the model would give other
+    gradients than padded: padded, with a warning."""
     router_replay: bool
-    """Mixture-of-experts models: for each token the trainer uses the experts that the SGLang server
-    selected when it sampled (R3)."""
+    """Mixture-of-experts models: train each token with the experts that the SGLang server selected when
+    sampling it (R3)."""
 
 class CheckpointKeys(TypedDict, total=False):
-    """Checkpoints, and the exports in them."""
+    """Checkpoints and the exports in them."""
 
     every: int
     """Steps between checkpoints; 0: one at each 1,000th step and one at the end. Turns since the newest
-    checkpoint stay on the disk, as a resume needs them."""
+    checkpoint stay on disk, since a resume needs them."""
     keep: int
-    """Newest checkpoints kept."""
+    """Newest checkpoints to keep."""
     best: bool
-    """Keep the one with the best validation, too, of those whose step was validated: with the version
-    that was published when the validation began, which may be some steps older."""
+    """Also keep the checkpoint with the best validation, which scores the version published when the
+    validation began."""
     directory: str | PathLike[str]
-    """Parent of the run's directory of checkpoints: an absolute path or a URL that fsspec knows, which
-    all trainer ranks share; empty: in the run directory."""
+    """Parent of the run's checkpoint directory: an absolute path or an fsspec URL that all trainer ranks
+    share; empty: the run directory."""
 
 class StoreKeys(TypedDict, total=False):
     """The run's store: states, plans and turns of its episodes."""
 
     keep_bytes: int
-    """Size up to which turns that a resume no longer needs are kept, the newest ones, in segments of 64
-    MB, for `asyncrl replay` and `regrade`. With the oldest segments the index forgets their episodes."""
+    """Bytes of turns to keep for `asyncrl replay` and `regrade` after a resume no longer needs them,
+    newest first, in segments of 64 MB."""
 
 class WeightsKeys(TypedDict, total=False):
-    """Sets how new versions reach the engines."""
+    """How new versions reach the engines."""
 
     every: int
     """Publish after every k-th step."""
     directory: str | PathLike[str]
-    """`shm`: files on /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room. Versions
-    are copied to other machines. Or an absolute path that all machines share; the run makes a directory
-    there."""
+    """`shm`: files in /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room. Versions
+    are copied to other machines. Or an absolute path that all machines share, in which the run creates a
+    directory."""
     deadline: float
-    """An engine that has not loaded a version in this time is reported and gets the latest one."""
+    """An engine that has not loaded a version within this time is reported and gets the newest one."""
     transport: Literal["disk", "collective"]
-    """`disk`: files. For sglang also `collective`: broadcast through a process group of each server's
-    own."""
+    """`disk`: files. `collective` (sglang only): broadcast through a process group per server."""
     full_every: int
-    """disk: publish every k-th version whole; of those between only the bytes that changed,
-    compressed."""
+    """disk: publish every k-th version whole, and of the others only the changed bytes, compressed."""
     bucket_bytes: int
-    """Tensors are gathered, written and broadcast in buckets of about this size."""
+    """Approximate size of the buckets in which tensors are gathered, written and broadcast."""
     mode: Literal["in_place", "retract", "abort"]
-    """sglang, requests under way at an update: keep their KV cache, recompute it, or end and resume
-    them."""
+    """sglang: requests in progress at an update keep their KV cache, recompute it, or are aborted and
+    resumed."""
     rolling: bool
     """Update servers one after another, so that generation never stops everywhere."""
     adapters: Literal["auto"] | bool
-    """Publish LoRA adapters alone, which engines load beside the model (true), or merged into its
-    weights, with which servers sample faster (false). auto: alone for the embedded engine, and for
-    servers that the run starts where `agents` have adapters."""
+    """Publish LoRA adapters alone, to be loaded beside the model (true), or merged into its weights,
+    which lets servers sample faster (false). auto: alone for the embedded engine, and for servers started
+    by the run if `agents` have adapters."""
 
 class ValidationKeys(TypedDict, total=False):
     """Held-out episodes at one fixed version, through the same workers, before and after training."""
 
     every: int
-    """Steps between further validations in mid-run; 0: none."""
+    """Steps between further validations during training; 0: none."""
     samples: int
     """Held-out samples per validation, each sampled as in training and greedily; 0: no validation."""
     episodes: int
-    """Episodes per held-out sample that are sampled as in training; from 2 on with `mean@k`, `pass@k` and
+    """Episodes per held-out sample that are sampled as in training; 2 or more add `mean@k`, `pass@k` and
     `maj@k`."""
     greedy: bool
-    """Play each held-out sample greedily, too."""
+    """Also play each held-out sample greedily."""
     success: float
-    """An episode succeeds whose score is at least this (of a reward that reports `acc`: whose `acc` is).
-    For scores beyond 0 to 1, what a solved task earns. The mean score is reported beside it."""
+    """An episode succeeds if its score (or `acc`, if the reward reports one) is at least this. Set it for
+    scores outside 0 to 1. The mean score is reported, too."""
 
 class ObserveKeys(TypedDict, total=False):
     """Console and trackers."""
 
     console: Literal["auto", "live", "plain", "off"]
-    """Live view on a terminal, where in `asyncrl train` and `sft` the keys `g` and `b` show the newest
-    good and bad transcript; elsewhere a line for each step."""
+    """Live view on a terminal (in `asyncrl train` and `sft` the keys `g` and `b` show the newest good and
+    bad transcript); elsewhere one line per step."""
     trackers: Sequence[
         Literal[
             "wandb", "tensorboard", "swanlab", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "trackio"
         ]
     ]
-    """Trackers beside metrics.jsonl; wandb and swanlab need a login, or to be offline
-    (`WANDB_MODE=offline`). The others, except tensorboard, run through accelerate: they get only numbers
-    and the configuration."""
+    """Trackers in addition to metrics.jsonl. wandb and swanlab need a login or offline mode
+    (`WANDB_MODE=offline`); the others, except tensorboard, get only numbers and the configuration."""
     project: str
     """Project name for trackers."""
 
@@ -460,36 +450,36 @@ class LaunchKeys(TypedDict, total=False):
     kind: Literal["local", "ray"]
     """Local subprocesses, or Ray actors."""
     ray_address: str
-    """Ray cluster; empty: a local one is started."""
+    """Ray cluster to use; empty: start a local one."""
     pools: Mapping[Any, Any]
-    """Ray: the resource that machines of a role must have, from `ray start --resources='{"NAME": 1}'` or
+    """Ray: resource that machines of a role must have, from `ray start --resources='{"NAME": 1}'` or
     Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
     gpus: Mapping[Any, Any]
-    """Ray: GPUs of each process of a role, e.g. `{rollout: 0.5}` for two on one. Others: one for a rank,
-    `tp` for a server, one for a worker with an embedded engine if `model.device` is cuda."""
+    """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two on one. Other roles: one per rank,
+    `tp` per server, one per worker with an embedded engine if `model.device` is cuda."""
     host: str
-    """Address of this machine that the coordinator binds to, and all others dial. `0.0.0.0`: it binds to
-    all, and they dial the one of the default route."""
+    """Address of this machine that the coordinator binds to and all others dial. `0.0.0.0`: it binds to
+    all addresses, and the others dial that of the default route."""
     port: int
-    """Control port; the next two are those of bulk data and of weights. 0: free ones."""
+    """Control port; the next two are for bulk data and weights. 0: free ports."""
     restarts: int
-    """Restarts per role before the run is given up; earlier ones do not count after 10 minutes and a
+    """Restarts per role before the run is given up. Restarts are forgotten after 10 minutes and a
     step."""
     threads: int
-    """OpenMP threads of each worker (for an embedded engine) and of each trainer rank. If there are more
-    threads than cores, they wait for each other: four on two cores turned 7 s of work into 95 s."""
+    """OpenMP threads of each worker (for an embedded engine) and trainer rank. More threads than cores
+    slow each other down."""
     lease: float
-    """A worker silent for this long loses its episodes. A weight swap of an embedded engine silences
-    it."""
+    """A worker that is silent for this long loses its episodes. An embedded engine is silent during a
+    weight swap."""
     start_timeout: float
-    """Deadline for a role to report in, beside the time to read models and a checkpoint at 50 MB/s."""
+    """Deadline for a role to report, in addition to the time to read models and a checkpoint at 50
+    MB/s."""
     stop_timeout: float
-    """Deadline of a graceful stop: the part of the plan under way and a checkpoint, which takes longer
-    the larger the model (12 bytes a parameter; one that is being written is ended first). A second Ctrl-C
-    ends it."""
+    """Deadline of a graceful stop, which ends with a checkpoint (12 bytes per parameter, after any that
+    is being written). A second Ctrl-C ends it at once."""
     stall_timeout: float
     """A run without a sign of life for this long, beyond the longest deadline of a wait, has stalled:
-    processes that hang are replaced, else the run ends, with a checkpoint and who waits for what."""
+    processes that hang are replaced, or the run ends with a checkpoint."""
 
 def train(
     *settings: Setting,
@@ -523,16 +513,16 @@ def train(
     environment: Code = ...,
     agent: Code = ...,
 ) -> Run:
-    """Train a run, as the command `asyncrl train` does, and return it at its end.
+    """Train a run, like the command `asyncrl train`, and return it when it ends.
 
     settings: overrides as for the command (`"experiment=calculator"`, `"trainer.lr=1e-5"`), and dicts of
         sections (`{"trainer": {"lr": 1e-5}}`).
-    model: a directory, `owner/name` of the hub, or a run, whose newest checkpoint is taken.
+    model: a directory, `owner/name` on the hub, or a run, whose newest checkpoint is used.
     train, test: rows (dicts, a table of pyarrow, pandas or polars, a `datasets.Dataset`), or files. With
-        `train` and without `test` the experiment's own test data are left out.
-    tools, reward, environment, agent: functions, classes, or names as in the configuration; options of a
-        function as `{function: {option: value}}`.
-    keywords: all further sections and keys at top level (`total_steps=60`, `trainer={"lr": 1e-5}`).
+        `train` but without `test`, the test data of the experiment are ignored.
+    tools, reward, environment, agent: functions, classes, or names as in the configuration; pass the options
+        of a function as `{function: {option: value}}`.
+    keywords: all other sections and keys at top level (`total_steps=60`, `trainer={"lr": 1e-5}`).
 
     Raises ConfigError for bad input, before anything is started, and RunError for a run that failed. Ctrl-C
     stops the run with a checkpoint."""
@@ -569,7 +559,7 @@ def sft(
     environment: Code = ...,
     agent: Code = ...,
 ) -> Run:
-    """Train on conversations, as the command `asyncrl sft` does; the arguments are those of `train`. Rows:
+    """Train on conversations, like the command `asyncrl sft`; the arguments are those of `train`. Each row is
     `{"messages": [{"role": …, "content": …}, …]}` (docs/guides/models.md)."""
 
 def start(
@@ -606,9 +596,9 @@ def start(
     environment: Code = ...,
     agent: Code = ...,
 ) -> StartedRun:
-    """Start a run as `train` does, and return once its processes start. `command="sft"`: as `sft` does.
-    `show` gets each line that the launcher prints, while a call waits; with `print`, a terminal and a
-    notebook show a live view. May be called in any thread, and several times."""
+    """Start a run like `train`, and return as soon as its processes start. With `command="sft"`, start it
+    like `sft`. `show` gets each line that the launcher prints while a call waits; with `print`, a terminal
+    and a notebook show a live view. You can call this function in any thread, and several times."""
 
 def dry_run(
     *settings: Setting,
@@ -644,6 +634,6 @@ def dry_run(
     environment: Code = ...,
     agent: Code = ...,
 ) -> None:
-    """Check everything that `train` would, try the tools and the reward on a row, and show the plan; nothing
-    is started or written. The arguments are those of `start`. Raises ConfigError with all errors, a line
-    each."""
+    """Check everything that `train` would check, try the tools and the reward on a row, and show the plan,
+    without starting or writing anything. The arguments are those of `start`. Raises ConfigError with all
+    errors, one per line."""

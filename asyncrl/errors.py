@@ -70,7 +70,7 @@ class MissingKeyError(ConfigError):
     """A configuration key without a default has no value."""
 
     def __init__(self, key: str) -> None:
-        super().__init__(f"configuration: {key} has no value; give {key}=…")
+        super().__init__(f"configuration: {key} has no value; set {key}=…")
         self.key = key
 
 
@@ -273,9 +273,9 @@ def vital_thread(name: str, work: Callable[[], None]) -> threading.Thread:
             work()
         except BaseException as error:
             logger = logging.getLogger("asyncrl")
-            logger.critical("thread %r cannot go on", name, exc_info=True)
+            logger.critical("thread %r failed", name, exc_info=True)
             # The launcher quotes the last line of the log.
-            logger.critical("thread %r has died, and this process with it: %s", name, one_line(error))
+            logger.critical("thread %r failed, which ends this process: %s", name, one_line(error))
             _exit(1)  # imported by name: in users' code os._exit raises (isolation/calls.py)
 
     thread = threading.Thread(target=run, name=name, daemon=True)

@@ -155,7 +155,7 @@ class Registry(Generic[T]):
         if name in self._former:
             return f"write {self._former[name]} instead"
         if name.endswith(".py"):
-            return f"name what is in the file, too: {name}:NAME"
+            return f"name the object in the file, too: {name}:NAME"
 
         known_names = self.all_names()
         nearest = difflib.get_close_matches(name, known_names, n=3, cutoff=0.4)
@@ -174,7 +174,7 @@ def name_and_options(
 
     if len(plugin) != 1:
         names = ", ".join(plugin) or "none"
-        problem = f"one name is expected, with its options; there are {len(plugin)} ({names})"
+        problem = f"expected one name with its options, not {len(plugin)} ({names})"
         raise ConfigError(f"{where}: {problem}" if where else problem)
 
     ((name, options),) = plugin.items()
@@ -265,7 +265,7 @@ def bind_plugin(
     ConfigError that begins with `where`. The arguments of a call are not checked. `may_miss`: see
     `bind_options`."""
     if not callable(loaded):
-        raise ConfigError(f"{where} is no function; write {call.usage}")
+        raise ConfigError(f"{where} is not a function; write {call.usage}")
 
     plugin_object = bind_options(loaded, options, where, may_miss)
     if isinstance(loaded, type) and not call.makes:
@@ -285,7 +285,7 @@ def make_by_factory(factory: Callable[[], Any], where: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except Exception as error:
-        raise ConfigError(f"{where}: it cannot be made ({describe(error)})") from error
+        raise ConfigError(f"{where}: it cannot be created ({describe(error)})") from error
 
 
 def check_call(function: Callable[..., Any], where: str, call: Call) -> None:
@@ -335,7 +335,7 @@ def select_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> 
 def missing_column_advice(name: str) -> str:
     """Return how the rows of a data set get a column that a function of a user needs."""
     return (
-        f"put {name} into extra_info of the rows, or name its column: "
+        f"put {name} into extra_info of the rows, or map its column: "
         f"'data.columns={{extra_info.{name}: {name}}}'"
     )
 
@@ -420,8 +420,8 @@ def refuse_inside_run(call_text: str) -> None:
         )
     if INSIDE_RUN in os.environ:
         raise ConfigError(
-            f"{call_text} is called in a process of a run, as by a tool, a reward or a program that these "
-            "have started; a run starts no other run: call it in a script or notebook of yours"
+            f"{call_text} is called in a process of a run, for example by a tool, a reward or a program that "
+            "these have started; a run cannot start another run: call it in your own script or notebook"
         )
 
 
@@ -438,7 +438,8 @@ def _stdlib_hint(source: str) -> str:
         return ""
 
     return (
-        f"; {top_module} is a module of Python, which hides yours: write {top_module}.py:NAME, or rename it"
+        f"; {top_module} is a standard library module, which hides yours: write {top_module}.py:NAME, or "
+        "rename it"
     )
 
 

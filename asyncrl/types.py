@@ -15,16 +15,16 @@ import msgspec
 
 
 class PolicyVersion(NamedTuple):
-    """Names a published version: the optimizer step of the weights, and the trainer's epoch, which grows with
-    each start of the trainer. Of two versions the version of the later epoch is newer, then that of the later
-    step: (1, 8) < (2, 5). Steps may skip when not every step is published."""
+    """A published version: the optimizer step of the weights, and the trainer's epoch, which increases with
+    each start of the trainer. Of two versions, the one with the later epoch is newer, then the one with the
+    later step: (1, 8) < (2, 5). Steps may skip numbers, because not every step is published."""
 
     epoch: int
     step: int
 
     @property
     def label(self) -> str:
-        """Return the name on a server, which stamps sampled tokens with this label."""
+        """Return the name of the version on a server, which labels sampled tokens with it."""
         return f"e{self.epoch}-v{self.step}"
 
 
@@ -38,7 +38,7 @@ def start_version(step: int) -> int:
 
 
 class StopReason(enum.StrEnum):
-    """Says why one generation ended."""
+    """The reason why one generation ended."""
 
     STOP = "stop"  # the model wrote a stop id
     TEXT = "text"  # the stop check ended the turn: the model wrote a stop text of the agent
@@ -47,8 +47,8 @@ class StopReason(enum.StrEnum):
 
 
 class EpisodeEnd(enum.StrEnum):
-    """Says why an episode ended. Endings caused by the policy are rewarded; all further endings are not
-    trained."""
+    """The reason why an episode ended. Endings caused by the policy are rewarded; episodes with other endings
+    are not trained."""
 
     ANSWERED = "answered"  # a turn without tool calls, and no environment to reply
     DONE = "done"  # the environment or the agent program ended the episode
@@ -103,7 +103,7 @@ class FilterReason(enum.StrEnum):
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A parsed request of the model to run a tool. `arguments` is a JSON object, as text."""
+    """A tool call of the model, parsed. `arguments` is a JSON object, as text."""
 
     name: str
     arguments: str
@@ -119,7 +119,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A chat message in OpenAI's shape. `reasoning`: the text that a thinking model wrote before the
+    """A chat message in OpenAI's format. `reasoning`: the text that a thinking model wrote before the
     content."""
 
     role: str
@@ -130,8 +130,8 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning: str = ""
 
     def openai(self) -> dict[str, Any]:
-        """Return the message as OpenAI's JSON, without empty parts; servers call the reasoning
-        `reasoning_content`."""
+        """Return the message as OpenAI's JSON, without empty parts; servers use the key `reasoning_content`
+        for the reasoning."""
         message_json: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning:
             message_json["reasoning_content"] = self.reasoning
@@ -164,8 +164,8 @@ class ToolReply(msgspec.Struct, frozen=True):
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """The reply of an environment, or of a simulated user, to a turn of the model. The `reward` falls on that
-    turn; `done`: the episode is over, and the messages are not used."""
+    """The reply of an environment, or of a simulated user, to a turn of the model. `reward` is the reward of
+    that turn; `done`: the episode ends, and the messages are not used."""
 
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
@@ -175,8 +175,8 @@ class Observation(msgspec.Struct, frozen=True):
 
 class Sample(msgspec.Struct, frozen=True):
     """A sample of the data, in verl's layout. Stores and messages hold `ground_truth` and `extra_info` as
-    JSON text, so that all processes read the same values. `prompt` of a demonstration: the whole
-    conversation, of which the first `given` messages are not to be learned. `given` None: the sample is a
+    JSON text, so that all processes read the same values. In a demonstration, `prompt` is the whole
+    conversation, whose first `given` messages are not trained on. If `given` is None, the sample is a
     prompt."""
 
     row: int
@@ -189,19 +189,20 @@ class Sample(msgspec.Struct, frozen=True):
 
     @property
     def ground_truth(self) -> Any:
-        """Return the value of the ground truth, decoded anew: a caller's changes reach no other episode."""
+        """Return the ground truth, decoded again for each call: changes to the value do not affect other
+        episodes."""
         return json.loads(self.ground_truth_json)
 
     @property
     def extra_info(self) -> dict[str, Any]:
-        """Return the further columns of the sample, decoded anew: a caller's changes reach no other
-        episode."""
+        """Return the additional columns of the sample, decoded again for each call: changes to the value do
+        not affect other episodes."""
         return dict(json.loads(self.extra_info_json))
 
     @property
     def columns(self) -> dict[str, Any]:
         """Return the values by name, as TRL passes the columns of a row: the entries of `extra_info`,
-        data_source, ground_truth, and prompt: messages in OpenAI's shape."""
+        data_source, ground_truth, and prompt as messages in OpenAI's format."""
         return {
             **self.extra_info,
             "data_source": self.data_source,
@@ -220,8 +221,9 @@ Token = Annotated[int, msgspec.Meta(ge=0)]
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [start, end) were sampled by policy `version`.
 
-    `kv_version` is the oldest version that wrote any key or value these tokens attended to: if different from
-    `version`, no single policy reproduces the log-probs. -1: unknown; `version` is then a lower bound.
+    `kv_version` is the oldest version that wrote any key or value that these tokens attended to: if it
+    differs from `version`, no single policy reproduces the log-probs. -1: unknown; `version` is then a lower
+    bound.
     """
 
     start: int
@@ -319,10 +321,11 @@ MAX_REWARD = 1e6
 class RewardResult(msgspec.Struct, frozen=True):
     """The result of a reward function for an episode. All numbers are finite.
 
-    `score` falls on the last turn, `turns` (empty, or a number per turn) on each turn. `components`: named
-    parts, for advantages that weigh parts. `shaping`: the term that `algorithm.shaping` adds to the last
-    turn. `notes`: further texts, such as the answer that the function read, for transcripts. `agents`: the
-    reward of each agent of the episode, on the agent's last turn; every agent then also earns the score.
+    `score` is the reward of the last turn, `turns` (empty, or one number per turn) adds to each turn.
+    `components`: named parts, for advantages that weight parts. `shaping`: the term that `algorithm.shaping`
+    adds to the last turn. `notes`: additional texts for transcripts, such as the answer that the function
+    read. `agents`: the reward of each agent of the episode, on the agent's last turn; every agent then also
+    gets the score.
     """
 
     score: float
@@ -334,16 +337,16 @@ class RewardResult(msgspec.Struct, frozen=True):
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """The reward and the end of an episode. The result travels unchanged inside other structs: from the
-    episode to the worker's last record, into the buffer and the store, and as a part of the baseline to the
-    trainer.
+    """The reward and the end of an episode. The result is passed on unchanged inside other structs: from the
+    episode to the worker's last record, into the buffer and the store, and to the trainer as a part of the
+    baseline.
 
-    `reward` is the total; `turn_rewards`: the part of each turn, which sum to the total (empty: the last turn
-    has the total); `components` are named parts, as reported by the reward function. `tokens` counts model
-    tokens. `shaping`: the part of `reward` that `algorithm.shaping` added.
+    `reward` is the total; `turn_rewards`: the parts of the turns, whose sum is the total (empty: the last
+    turn has the total); `components` are named parts, as reported by the reward function. `tokens` counts
+    model tokens. `shaping`: the part of `reward` that `algorithm.shaping` added.
 
-    Where agents have separate rewards, `agents` is the agent of each turn, and `turn_tokens` the turn's model
-    tokens. The reward is then the sum over agents, 0 in a zero-sum game: baselines compare the parts,
+    If agents have separate rewards, `agents` is the agent of each turn, and `turn_tokens` the model tokens of
+    each turn. The reward is then the sum over agents, 0 in a zero-sum game: baselines compare the parts,
     `of(agent)`.
     """
 
@@ -358,7 +361,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     @property
     def agent_results(self) -> dict[str, EpisodeResult]:
-        """Return `of` each agent that earns a separate reward, in the order of the agents' first turns."""
+        """Return `of` for each agent with a separate reward, in the order of the agents' first turns."""
         return {agent: self.of(agent) for agent in dict.fromkeys(self.agents)}
 
     def of(self, agent: str) -> EpisodeResult:
@@ -381,8 +384,8 @@ class EpisodeResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     @property
     def judged(self) -> float:
-        """Return the number that `validation.success` judges: the component `acc`, as in verl, or else the
-        score."""
+        """Return the number that `validation.success` judges: the component `acc`, as in verl, or otherwise
+        the score."""
         return self.components.get("acc", self.score)
 
     @property

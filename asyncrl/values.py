@@ -22,10 +22,10 @@ def finite_number(subject: str, value: Any) -> float:
     except OverflowError:  # an int with hundreds of digits
         number = math.inf
     except (TypeError, ValueError):
-        raise TypeError(f"{subject} is {value!r}, which is no number") from None
+        raise TypeError(f"{subject} is {value!r}, which is not a number") from None
 
     if not math.isfinite(number):
-        raise ValueError(f"{subject} is {number}, which is no finite number")
+        raise ValueError(f"{subject} is {number}, which is not a finite number")
 
     return number
 
@@ -36,11 +36,13 @@ def checked_result(value: Any, subject: str = "the agent") -> Any:
     if isinstance(value, Real):
         value = finite_number(f"the result of {subject}", value)
     elif value is not None and not isinstance(value, Mapping):
-        raise TypeError(f"{subject} returned a {type(value).__name__}; None, a number or a dict is expected")
+        raise TypeError(f"{subject} returned a {type(value).__name__}; expected None, a number or a dict")
 
     encoded = msgspec.json.encode(value)
     if len(encoded) > MAX_RESULT_BYTES:
-        raise ValueError(f"{subject} returned {len(encoded)} bytes, {MAX_RESULT_BYTES} are allowed")
+        raise ValueError(
+            f"{subject} returned {len(encoded)} bytes, but at most {MAX_RESULT_BYTES} are allowed"
+        )
     return msgspec.json.decode(encoded)
 
 

@@ -10,7 +10,7 @@ Each fault waits until the run has committed `--every` steps since the one befor
 one, or at Ctrl-C, the run is interrupted, or goes on to its `--steps`. After each fault, and at the end:
 conservation, each trajectory once, the bound on staleness; at the end also learning, and that no process,
 file in shared memory or listening socket is left. Prints a table by kind, which
-docs/background/reliability.md takes. Exits non-zero when something does not hold. Faults of the disk need a
+docs/dev/faults.md takes. Exits non-zero when something does not hold. Faults of the disk need a
 run directory and a /dev/shm in small tmpfs: `--disk`, which the tool mounts in a namespace of its own
 (`unshare`).
 """

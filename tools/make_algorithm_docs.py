@@ -1,7 +1,9 @@
-"""Fill the generated blocks of docs/reference/algorithms.md: tables from the registries, presets, the
-example.
+"""Fill the generated blocks of the pages about algorithms: tables from the registries, presets, the example.
 
 python tools/make_algorithm_docs.py [--check]
+
+docs/reference/algorithms.md says when to use each component, docs/background/formulas.md gives the formulas,
+docs/dev/algorithms.md lists the refusals and what differs from published algorithms.
 
 A docstring is the formula with its source, then a paragraph that begins with `Use:`; options come from the
 signature. The prose around the blocks, `<!-- generated: NAME -->` … `<!-- end -->`, is written by hand.
@@ -33,7 +35,10 @@ from asyncrl.registry import Registry
 from asyncrl.rewards.shaping import shapings
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET = ROOT / "docs" / "reference" / "algorithms.md"
+CHOICES = ROOT / "docs" / "reference" / "algorithms.md"
+FORMULAS = ROOT / "docs" / "background" / "formulas.md"
+NOTES = ROOT / "docs" / "dev" / "algorithms.md"
+TARGETS = (CHOICES, FORMULAS, NOTES)
 EXAMPLE = ROOT / "examples" / "custom_algorithm" / "my_algorithms.py"
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -41,7 +46,7 @@ BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FACTS: dict[str, dict[object, str]] = {
     "scale": {
         "batch_std": "÷ batch std",
-        "nonzero": "/ share of groups with variance",
+        "nonzero": "÷ share of groups with variance",
         "whiten": "whitened (barrier)",
         "whiten_running": "whitened by earlier batches",
     },
@@ -75,18 +80,19 @@ class Entry:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Fill the generated blocks of docs/reference/algorithms.md.")
-    parser.add_argument("--check", action="store_true", help="fail if the file is not up to date")
-    current_text = TARGET.read_text()
-    text = render(current_text)
-    if parser.parse_args().check:
-        if current_text == text:
-            return 0
-        print(f"{TARGET} is out of date; run `make docs`", file=sys.stderr)
-        return 1
+    parser = argparse.ArgumentParser(description="Fill the generated blocks of the pages about algorithms.")
+    parser.add_argument("--check", action="store_true", help="fail if a page is not up to date")
+    check = parser.parse_args().check
+    texts = {path: render(path.read_text()) for path in TARGETS}
+    outdated = [path for path, text in texts.items() if path.read_text() != text]
 
-    TARGET.write_text(text)
-    return 0
+    for path in outdated:
+        if check:
+            print(f"{path} is out of date; run `make docs`", file=sys.stderr)
+        else:
+            path.write_text(texts[path])
+
+    return int(check and bool(outdated))
 
 
 def render(text: str) -> str:
@@ -131,41 +137,66 @@ def _facts(component: Any) -> Iterable[str]:
         yield from (f"`{name}` from the run" for name, _, _ in _options(component.of))
 
 
-def table(parts: Mapping[str, Any], symbol: str) -> str:
-    """Return a Markdown table, a row per name. Columns of empty cells are left out."""
-    columns: dict[str, list[str]] = {
-        "name": [],
-        symbol: [],
-        "options": [],
-        "declares": [],
-        "when to use it": [],
-    }
-    for entry in (describe(name, part) for name, part in parts.items()):
-        cells = (f"`{entry.name}`", entry.formula, _option_cell(entry), ", ".join(entry.facts), entry.use)
-        for column, cell in zip(columns.values(), cells, strict=True):
-            column.append(cell)
+def formula_table(parts: Mapping[str, Any], symbol: str) -> str:
+    """Return a Markdown table with a row per component: its name and its formula."""
+    entries = [describe(name, part) for name, part in parts.items()]
+    return _table({"name": [f"`{entry.name}`" for entry in entries], symbol: [e.formula for e in entries]})
 
+
+def choice_table(parts: Mapping[str, Any]) -> str:
+    """Return a Markdown table with a row per component: when to use it, its options and what it needs."""
+    entries = [describe(name, part) for name, part in parts.items()]
+    return _table(
+        {
+            "name": [f"`{entry.name}`" for entry in entries],
+            "when to use it": [entry.use for entry in entries],
+            "options": [_option_cell(entry) for entry in entries],
+            "properties": [", ".join(entry.facts) for entry in entries],
+        }
+    )
+
+
+def _table(columns: Mapping[str, list[str]]) -> str:
+    """Return a Markdown table without the columns whose cells are all empty."""
     used_columns = {head: cells for head, cells in columns.items() if any(cells)}
     rows = [list(used_columns), ["---"] * len(used_columns), *zip(*used_columns.values(), strict=True)]
     return "\n".join(map(_row, rows))
 
 
 def _option_cell(entry: Entry) -> str:
-    return "<br>".join(
-        f"`{name}` = {default} ({kind})" if default else f"`{name}`, required ({kind})"
-        for name, kind, default in entry.options
-    )
+    """Write the options with their defaults; of types only the choices and those of required options."""
+    cells = []
+    for name, kind, default in entry.options:
+        if not default:
+            cells.append(f"`{name}`, required ({kind})")
+        elif kind.startswith("`"):
+            cells.append(f"`{name}={default}` ({kind})")
+        else:
+            cells.append(f"`{name}={default}`")
+    return ", ".join(cells)
 
 
-def presets() -> str:
-    """Return a row per file of configs/algorithm: the leading comment, cut at `Differs:` and `Use:`."""
-    columns = ["preset", "what it is", "what differs from the published runs", "when to use it"]
-    lines = [_row(columns), _row(["---"] * len(columns))]
+def presets(column: str, part: int) -> str:
+    """Return a row per file of configs/algorithm: one part of its comment, under this heading."""
+    comments = preset_comments()
+    names = [f"`{name}`" for name in comments]
+    return _table({"preset": names, column: [texts[part] for texts in comments.values()]})
+
+
+def example() -> str:
+    """Return the loss of the example with its imports left out."""
+    source = EXAMPLE.read_text()
+    return f"```python\n{source[source.index('@loss(') :]}```"
+
+
+def preset_comments() -> dict[str, tuple[str, str, str]]:
+    """Return the leading comment of each preset, cut at `Differs:` and `Use:` into three parts."""
+    parts = {}
     for path in sorted((ROOT / "configs" / "algorithm").glob("*.yaml")):
         comment, _, use = preset_comment(path).partition("Use:")
         description, _, differs = comment.partition("Differs:")
-        lines.append(_row([f"`{path.stem}`", _prose(description), _prose(differs), _prose(use)]))
-    return "\n".join(lines)
+        parts[path.stem] = (_prose(description), _prose(differs), _prose(use))
+    return parts
 
 
 def preset_comment(path: Path) -> str:
@@ -203,16 +234,25 @@ def _row(cells: Iterable[str]) -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "advantages": lambda: table(components(advantages), "A"),
-    "losses": lambda: table(components(losses), "L per token"),
-    "corrections": lambda: table(components(corrections), "rule"),
-    "kl": lambda: table(ESTIMATORS, "k per token"),
-    "divergences": lambda: table(DIVERGENCES, "D per state"),
-    "aggregations": lambda: table(components(aggregations), "w, D"),
-    "shapings": lambda: table(components(shapings), "added to R"),
-    "presets": presets,
+    "advantages": lambda: choice_table(components(advantages)),
+    "losses": lambda: choice_table(components(losses)),
+    "corrections": lambda: choice_table(components(corrections)),
+    "kl": lambda: choice_table(ESTIMATORS),
+    "divergences": lambda: choice_table(DIVERGENCES),
+    "aggregations": lambda: choice_table(components(aggregations)),
+    "shapings": lambda: choice_table(components(shapings)),
+    "advantage_formulas": lambda: formula_table(components(advantages), "A"),
+    "loss_formulas": lambda: formula_table(components(losses), "L per token"),
+    "correction_formulas": lambda: formula_table(components(corrections), "rule"),
+    "kl_formulas": lambda: formula_table(ESTIMATORS, "k per token"),
+    "divergence_formulas": lambda: formula_table(DIVERGENCES, "D per state"),
+    "aggregation_formulas": lambda: formula_table(components(aggregations), "w, D"),
+    "shaping_formulas": lambda: formula_table(components(shapings), "added to R"),
+    "preset_contents": lambda: presets("what it is", 0),
+    "differences": lambda: presets("what differs from the published runs", 1),
+    "presets": lambda: presets("when to use it", 2),
     "refusals": refusals,
-    "example": lambda: f"```python\n{EXAMPLE.read_text()}```",
+    "example": example,
 }
 
 

@@ -4,8 +4,8 @@
     python tools/model_matrix.py --families qwen3_5 gemma3 --json
     python tools/model_matrix.py --columns rows LoRA
     python tools/model_matrix.py --sglang                     # with a real server for each family
-    python tools/model_matrix.py --sglang --markdown          # the table of docs/guides/models.md
-    python tools/model_matrix.py --check                      # has docs/guides/models.md all families and
+    python tools/model_matrix.py --sglang --markdown          # the table of docs/dev/model_matrix.md
+    python tools/model_matrix.py --check                      # has docs/dev/model_matrix.md all families and
     columns?
 
 The checkpoints have the layer layouts and tensor names of published models (tests/fakes/tiny_families.py).
@@ -42,7 +42,7 @@ from asyncrl.weights.model_files import stored_tensors
 from tests.fakes.tiny_families import FAMILIES, build_family
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS_PAGE = ROOT / "docs/guides/models.md"
+DOCS_PAGE = ROOT / "docs/dev/model_matrix.md"
 BEGIN_MARKER = "<!-- generated: models (tools/model_matrix.py --sglang --markdown) -->"
 END_MARKER = "<!-- end -->"
 
@@ -390,7 +390,7 @@ def markdown_line(cells: Iterable[str]) -> str:
 
 
 def check_page(page: str) -> str:
-    """Describe which column or family the table of docs/guides/models.md lacks; '' for none."""
+    """Describe which column or family the table of docs/dev/model_matrix.md lacks; '' for none."""
     if BEGIN_MARKER not in page:
         return f"{DOCS_PAGE.name} lacks the line {BEGIN_MARKER}"
 
@@ -414,9 +414,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=ROW_SECONDS, help="deadline of a family")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print a line of JSON for each family")
-    output.add_argument("--markdown", action="store_true", help="print the table of docs/guides/models.md")
+    output.add_argument("--markdown", action="store_true", help="print the table of docs/dev/model_matrix.md")
     output.add_argument(
-        "--check", action="store_true", help="compare columns and families of docs/guides/models.md"
+        "--check", action="store_true", help="compare columns and families of docs/dev/model_matrix.md"
     )
     output.add_argument("--row", choices=FAMILIES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -426,7 +426,7 @@ def main() -> int:
         return 0
     if arguments.check:
         problem = check_page(DOCS_PAGE.read_text())
-        print(problem or "docs/guides/models.md has all families and columns")
+        print(problem or "docs/dev/model_matrix.md has all families and columns")
         return 1 if problem else 0
 
     if arguments.markdown:

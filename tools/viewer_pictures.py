@@ -1,8 +1,8 @@
-"""Makes the pictures of README.md and docs/guides/after_a_run.md, by headless Chromium (apt-get install
-chromium).
+"""Takes the pictures of the page for README.md and docs/guides/after_a_run.md, in dark and light colors, by
+headless Chromium (apt-get install chromium).
 
 make demo ARGS=name=demo
-python tools/viewer_pictures.py runs/demo --out docs
+python tools/viewer_pictures.py runs/demo --out docs/pictures
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import io
+import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
+
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests.fakes
 
@@ -22,7 +26,10 @@ from asyncrl.commands.status import describe_ending
 from asyncrl.viewer.views import Views
 from tests.fakes.browser import Tab, browser, served
 
+ROOT = Path(__file__).resolve().parents[1]
 GROUP = "where=" + quote('[["group","=",16]]')
+Scheme = Literal["dark", "light"]
+SUFFIXES: dict[Scheme, str] = {"dark": "", "light": "_light"}  # of the names of files
 PICTURES = {
     "overview": ("tab=overview", 'document.querySelector(".overview .spark")'),
     "run": ("tab=charts", 'document.querySelectorAll("canvas").length >= 10'),
@@ -31,19 +38,28 @@ PICTURES = {
     "time": ("tab=time", 'document.querySelector("#time canvas")'),
 }  # address of each picture, and the condition that says the picture is drawn
 WIDTH = 1400  # pixels of the window
-OVERVIEW_HEIGHT = 700  # pixels: down to the flow of episodes, without the configuration and its paths
+OVERVIEW_HEIGHT = 866  # pixels: without the configuration
+MAX_COLORS = 256  # of a picture, which is a third as large so
+# Paths are shown as seen from the checkout: where it is says nothing about a run.
+RELATIVE_PATHS = f"""for (const one of document.querySelectorAll(".breakable"))
+    if (one.textContent.includes({json.dumps(f"{ROOT}/")}))
+        one.textContent = one.textContent.replaceAll({json.dumps(f"{ROOT}/")}, "");"""
 
 
 async def save(tab: Tab, path: Path, height: int | None = None) -> None:
     """Write what the window shows, or its upper `height` pixels."""
     await asyncio.sleep(1.0)  # for the last frame
+    await tab.run(RELATIVE_PATHS)
     options = {"clip": {"x": 0, "y": 0, "width": WIDTH, "height": height, "scale": 1}} if height else {}
     shot = await tab.call("Page.captureScreenshot", format="png", **options)
-    await asyncio.to_thread(path.write_bytes, base64.b64decode(shot["data"]))
+    picture = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
+    picture.quantize(MAX_COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        path, optimize=True
+    )
     print(path)
 
 
-async def choose_scheme(tab: Tab, scheme: Literal["dark", "light"]) -> None:
+async def choose_scheme(tab: Tab, scheme: Scheme) -> None:
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     await tab.call("Emulation.setEmulatedMedia", features=features)
 
@@ -56,20 +72,17 @@ async def show(tab: Tab, url: str, name: str) -> None:
 
 
 async def pictures(run: Path, out: Path) -> None:
-    """Write every picture in dark colours, and the Overview in light ones, too: README shows the reader's."""
     with tempfile.TemporaryDirectory() as profile:
         async with served(Views([run], describe_ending)) as url, browser(Path(profile)) as tab:
             await tab.open("about:blank")
             await tab.call("Emulation.setScrollbarsHidden", hidden=True)
 
-            await choose_scheme(tab, "dark")
-            for name in PICTURES:
-                await show(tab, url, name)
-                await save(tab, out / f"viewer_{name}.png", OVERVIEW_HEIGHT if name == "overview" else None)
-
-            await choose_scheme(tab, "light")
-            await show(tab, url, "overview")
-            await save(tab, out / "viewer_overview_light.png", OVERVIEW_HEIGHT)
+            for scheme in SUFFIXES:
+                await choose_scheme(tab, scheme)
+                for name in PICTURES:
+                    await show(tab, url, name)
+                    height = OVERVIEW_HEIGHT if name == "overview" else None
+                    await save(tab, out / f"viewer_{name}{SUFFIXES[scheme]}.png", height)
 
             print(*tab.complaints, sep="\n")
 

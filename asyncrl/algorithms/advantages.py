@@ -56,7 +56,7 @@ RENAMED = {"CreditInput": "AdvantageInput", "Credit": "AdvantageValues", "credit
 
 def __getattr__(name: str) -> object:
     if name in RENAMED:
-        raise ImportError(f"{__name__}: '{name}' is called '{RENAMED[name]}' now", name=name)
+        raise ImportError(f"{__name__}: '{name}' is now called '{RENAMED[name]}'", name=name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'", name=name)
 
 
@@ -85,11 +85,12 @@ Weights = Annotated[str, Meta(pattern=f"^({WEIGHT}(,{WEIGHT})*)?$")]
 
 @advantage("dr_grpo", late=True)
 def dr_grpo(episode: AdvantageInput) -> AdvantageValues:
-    """R − mean (Dr. GRPO, arXiv 2503.20783). Computed as (n − 1)/n · (R − mean of the *other* siblings), n
-    the number of members that were issued: the same if all of them landed, and unbiased if some are late.
+    """R − mean (Dr. GRPO, arXiv 2503.20783). Computed as (n − 1)/n · (R − mean of the *other* siblings),
+    where n counts the issued members: the same value if all of them have ended, and unbiased if some are
+    late.
 
-    Use: the default, and whenever versions mix in a group (max_staleness > 0): a group std would magnify
-    near-ties. With normalise=batch_std it is ScaleRL's (arXiv 2510.13786).
+    Use: the default, and whenever a group mixes versions (max_staleness > 0), because a group std would
+    magnify near-ties. With normalise=batch_std it is ScaleRL's advantage (arXiv 2510.13786).
     """
     return (episode.issued - 1) / episode.issued * centred(episode.own.reward, rewards(episode.others))
 
@@ -98,7 +99,7 @@ def dr_grpo(episode: AdvantageInput) -> AdvantageValues:
 def grpo(episode: AdvantageInput) -> AdvantageValues:
     """(R − mean) / (std + 1e-6), ddof 1 (GRPO, arXiv 2402.03300). Fewer than two siblings: 0.
 
-    Use: on-policy (max_staleness 0 or 1), or to compare with published runs.
+    Use: on-policy training (max_staleness 0 or 1), or comparisons with published runs.
     """
     return standardised(episode.own.reward, rewards(episode.siblings))
 
@@ -107,7 +108,7 @@ def grpo(episode: AdvantageInput) -> AdvantageValues:
 def rloo(episode: AdvantageInput) -> AdvantageValues:
     """R − mean of the *other* siblings (RLOO, arXiv 2402.14740).
 
-    Use: any staleness; dr_grpo times n/(n − 1).
+    Use: any staleness. Equals dr_grpo times n/(n − 1).
     """
     return centred(episode.own.reward, rewards(episode.others))
 
@@ -116,8 +117,8 @@ def rloo(episode: AdvantageInput) -> AdvantageValues:
 def reinforce_pp_baseline(episode: AdvantageInput) -> AdvantageValues:
     """R − mean, then whitened over the batch's tokens (REINFORCE++ with baseline, arXiv 2501.03262).
 
-    Use: rewards of very different size from task to task, on-policy or at small staleness; whitening waits
-    for the whole batch unless normalise=whiten_running.
+    Use: rewards whose scale differs from task to task, on-policy or at small staleness. Whitening waits for
+    the whole batch unless normalise=whiten_running.
     """
     return centred(episode.own.reward, rewards(episode.siblings))
 
@@ -126,17 +127,20 @@ def reinforce_pp_baseline(episode: AdvantageInput) -> AdvantageValues:
 def opo(episode: AdvantageInput) -> AdvantageValues:
     """R − Σ_j T_j·R_j / Σ_j T_j over the group, T in model tokens (OPO, arXiv 2505.23585).
 
-    Use: lengths that differ a lot, on-policy or at small staleness: the baseline of least variance if the
-    square of a gradient grows with the length. Its own weight in the baseline leaves a bias of order 1/n.
+    Use: answers whose lengths differ a lot, on-policy or at small staleness. The baseline has the least
+    variance if the squared gradient grows with the length; including the episode itself leaves a bias of
+    order 1/n.
     """
     return _by_length(episode.own.reward, episode.siblings)
 
 
 @advantage("opo_loo", late=True)
 def opo_loo(episode: AdvantageInput) -> AdvantageValues:
-    """R − Σ_j T_j·R_j / Σ_j T_j over the *other* siblings (OPO, arXiv 2505.23585, without the own weight).
+    """R − Σ_j T_j·R_j / Σ_j T_j over the *other* siblings (OPO, arXiv 2505.23585, without the episode's own
+    weight).
 
-    Use: as opo, at any staleness and with group_policy=partial: the baseline does not depend on the episode.
+    Use: as opo, at any staleness and with group_policy=partial, because the baseline does not depend on the
+    episode itself.
     """
     return _by_length(episode.own.reward, episode.others)
 
@@ -146,8 +150,8 @@ def gpg(episode: AdvantageInput, *, f_norm: Annotated[float, Meta(gt=0)] = 1.0) 
     """α·(R − mean) / f_norm, α = B/(B − M), B episodes of the batch, M of them in groups without variance
     (GPG, arXiv 2504.02546).
 
-    Use: sparse rewards without a filter: α makes up for groups of equal rewards. Any staleness. The form
-    whose f_norm is the group std is grpo with normalise=nonzero.
+    Use: sparse rewards without a group filter: α makes up for groups of equal rewards. Any staleness. For the
+    variant that divides by the group std, use grpo with normalise=nonzero.
     """
     return centred(episode.own.reward, rewards(episode.siblings)) / f_norm
 
@@ -157,8 +161,8 @@ def pass_at_k(episode: AdvantageInput, *, divide_by_std: bool = False) -> Advant
     """r_max − r_second for the best of the group, 0 for others and ties (pass@k, arXiv 2503.19595).
     `divide_by_std`: divided by (group std + 1e-6), ddof 1.
 
-    Use: when the best of n attempts is what counts; one episode of a group is trained. With the std on-policy
-    only.
+    Use: tasks where only the best of n attempts counts; trains one episode per group. With divide_by_std
+    on-policy only.
     """
     if not episode.others:
         return 0.0
@@ -169,10 +173,11 @@ def pass_at_k(episode: AdvantageInput, *, divide_by_std: bool = False) -> Advant
 @advantage("gdpo", scale="whiten", components=True)
 def gdpo(episode: AdvantageInput, *, weights: Weights = "") -> AdvantageValues:
     """Σ_c w_c·(R_c − mean_c) / (std_c + 1e-6), ddof 1, then whitened (GDPO, arXiv 2601.05242). `weights`:
-    "name:weight,…" of the components that count; empty: all, 1 each.
+    "name:weight,…" of the components that count; empty: all with weight 1.
 
-    Use: several reward components whose sums would tie; on-policy or at small staleness. The reward function
-    must report `components`; of one in verl's form name the weights, or `acc` and other numbers count, too.
+    Use: several reward components whose sums would tie, on-policy or at small staleness. The reward function
+    must report `components`. With a verl-style reward, name the weights; otherwise `acc` and other numbers
+    count as components.
     """
     component_weights = _weights(episode, weights)
     return math.fsum(
@@ -191,8 +196,8 @@ def _weights(episode: AdvantageInput, weights: str) -> dict[str, float]:
     for member in (episode.own, *episode.siblings):
         if not component_weights or not component_weights.keys() <= member.components.keys():
             raise ConfigError(
-                "algorithm.advantage gdpo needs reward components "
-                f"{', '.join(sorted(component_weights)) or '(any)'}, an episode has "
+                "algorithm.advantage gdpo needs the reward components "
+                f"{', '.join(sorted(component_weights)) or '(any)'}, but an episode has "
                 f"{', '.join(sorted(member.components)) or 'none'}; the reward function must "
                 "report the same `components` for every episode"
             )
@@ -238,7 +243,7 @@ def reinforce_pp(
     """G_t = r_t + γ_t·G_{t+1}, then whitened over the batch's tokens (REINFORCE++, arXiv 2501.03262). γ_t is
     `gamma`, times `turn_gamma` where the next token is in the next turn.
 
-    Use: no groups (n = 1), on-policy or at small staleness; whitening waits for the whole batch unless
+    Use: no groups (n = 1), on-policy or at small staleness. Whitening waits for the whole batch unless
     normalise=whiten_running.
     """
     return returns(episode.rewards, _discounts(episode.turn, gamma, turn_gamma))
@@ -248,7 +253,7 @@ def reinforce_pp(
 def constant(episode: AdvantageInput) -> AdvantageValues:
     """A = 1, whatever the reward (plain).
 
-    Use: with the loss sft, whose episodes have no reward; at any staleness.
+    Use: the loss sft, whose episodes have no reward; any staleness.
     """
     return 1.0
 
@@ -257,10 +262,10 @@ def constant(episode: AdvantageInput) -> AdvantageValues:
 def remax(episode: AdvantageInput) -> AdvantageValues:
     """G_t − R of the sample's greedy episode, G_t = Σ_{s≥t} r_s (ReMax, arXiv 2310.10505).
 
-    Use: small groups, down to one; costs one more episode per sample. Any staleness.
+    Use: small groups, down to one episode, at the cost of one extra episode per sample. Any staleness.
     """
     if episode.greedy is None:
-        raise ProtocolError("advantage remax: an episode came without the reward of a greedy episode")
+        raise ProtocolError("advantage remax: an episode lacks the reward of its greedy episode")
     return to_go(episode.rewards) - episode.greedy
 
 
@@ -272,11 +277,11 @@ def gae(
     `lam`; γ_t is `gamma`, times `turn_gamma` where the next token is in the next turn; V after the last token
     is 0.
 
-    Use: PPO with a critic, long episodes with rewards on turns. Up to staleness 4: V is that of the policy in
-    training, the rewards that followed are those of the policy that acted.
+    Use: PPO with a critic, and long episodes with rewards on turns. Staleness up to 4: V belongs to the
+    policy in training, but the rewards come from the policy that acted.
     """
     if episode.values is None:
-        raise ProtocolError("advantage gae: an episode came without values of the critic")
+        raise ProtocolError("advantage gae: an episode lacks the values of the critic")
     discount = _discounts(episode.turn, gamma, turn_gamma)
     next_values = np.append(episode.values[1:], 0.0)[: len(episode.values)]
     return returns(episode.rewards + discount * next_values - episode.values, lam * discount)
@@ -285,10 +290,10 @@ def gae(
 @advantage("grpo_turn", turns=True)
 def grpo_turn(episode: AdvantageInput, *, turn_gamma: Factor = 1.0, std: bool = False) -> AdvantageValues:
     """G_k − mean of G_k over the siblings with a turn k, G_k = r_k + turn_gamma·G_{k+1} (turn-level credit as
-    in MT-GRPO, arXiv 2505.11821). `std`: divided by (their std + 1e-6), ddof 1. Fewer than two such siblings:
-    the advantage of the whole episode, that of its first turn.
+    in MT-GRPO, arXiv 2505.11821). `std`: divided by (their std + 1e-6), ddof 1. With fewer than two such
+    siblings, the advantage of the whole episode, which is that of its first turn.
 
-    Use: rewards on turns, any staleness. With the std on-policy only.
+    Use: rewards on turns, at any staleness; with std on-policy only.
     """
     compare_returns = standardised if std else centred
     own_returns = turn_returns(episode.own, turn_gamma, turns=int(episode.turn.max(initial=0)) + 1)
@@ -307,11 +312,11 @@ def grpo_turn(episode: AdvantageInput, *, turn_gamma: Factor = 1.0, std: bool = 
 
 @advantage("optimal_token_baseline", whole_group=True, turns=True)
 def optimal_token_baseline(episode: AdvantageInput) -> AdvantageValues:
-    """G_t − Σ G_t·W_t / Σ W_t over the group's episodes with a token t, G_t = Σ_{s≥t} r_s and
-    W_t = Σ_{s≤t} (1 − 2π_s + Σ_v π_s(v)²) (OTB, arXiv 2602.07078). W_t stands for the squared norm of the
-    gradient up to t; the plain mean where that is 0 or unknown. A tail that one episode alone reaches: 0.
+    """G_t − Σ G_t·W_t / Σ W_t over the group's episodes with a token t, G_t = Σ_{s≥t} r_s and W_t = Σ_{s≤t}
+    (1 − 2π_s + Σ_v π_s(v)²) (OTB, arXiv 2602.07078). W_t approximates the squared norm of the gradient up to
+    t; where it is 0 or unknown, the plain mean is used. Tokens that only one episode reaches get 0.
 
-    Use: long episodes in small groups, on-policy or at small staleness; biased as opo.
+    Use: long episodes in small groups, on-policy or at small staleness. Has the same bias as opo.
     """
     own_returns = to_go(episode.rewards)
     weighted_lead, norm_sum, plain_lead, member_count = np.zeros((4, len(own_returns)))
@@ -326,7 +331,7 @@ def optimal_token_baseline(episode: AdvantageInput) -> AdvantageValues:
         member_count[:common_length] += 1
 
     if not member_count.all():
-        raise ProtocolError("advantage optimal_token_baseline: an episode came without traces of its group")
+        raise ProtocolError("advantage optimal_token_baseline: an episode lacks the traces of its group")
     has_weight = norm_sum > 0
 
     return np.where(has_weight, weighted_lead, plain_lead) / np.where(has_weight, norm_sum, member_count)

@@ -76,7 +76,7 @@ def token_mean(tokens: int, group_tokens: int) -> Share:
 def token_sum(tokens: int, group_tokens: int) -> Share:
     """w = 1, D = 1 (plain): the gradient grows with the batch. The loss is reported per token.
 
-    Use: batches of equal size, to compare with trainers that sum; mind trainer.grad_clip. Any staleness.
+    Use: batches of equal size, to compare with trainers that sum; check trainer.grad_clip. Any staleness.
     """
     return Share(1.0, float(tokens))
 
@@ -85,7 +85,7 @@ def token_sum(tokens: int, group_tokens: int) -> Share:
 def seq_mean_token_mean(tokens: int, group_tokens: int) -> Share:
     """w = 1/T_i, D = number of episodes (GRPO, arXiv 2402.03300): every episode counts the same.
 
-    Use: to compare with published GRPO runs; tokens of long wrong answers are punished less. Any staleness.
+    Use: comparisons with published GRPO runs; tokens of long wrong answers are punished less. Any staleness.
     """
     return Share(1.0 / max(tokens, 1), 1.0)
 
@@ -94,7 +94,7 @@ def seq_mean_token_mean(tokens: int, group_tokens: int) -> Share:
 def seq_mean_token_sum(tokens: int, group_tokens: int) -> Share:
     """w = 1, D = number of episodes (plain REINFORCE): the unbiased gradient of the mean reward.
 
-    Use: where bias matters more than even steps, which grow with the length of the answers. Any staleness.
+    Use: no bias, at the price of steps that grow with the length of the answers. Any staleness.
     """
     return Share(1.0, 1.0)
 
@@ -104,7 +104,7 @@ def seq_mean_token_sum_norm(tokens: int, group_tokens: int, *, length: Annotated
     """w = 1/L, D = number of episodes (Dr. GRPO, arXiv 2503.20783), L = `length`, which
     is rollout.max_tokens.
 
-    Use: as seq_mean_token_sum, with gradients of the size that the means have. Any staleness.
+    Use: as seq_mean_token_sum, with gradients as large as those of the means. Any staleness.
     """
     return Share(1.0 / length, 1.0)
 
@@ -113,6 +113,6 @@ def seq_mean_token_sum_norm(tokens: int, group_tokens: int, *, length: Annotated
 def prompt_mean(tokens: int, group_tokens: int) -> Share:
     """w = 1/T_g, D = number of groups, as Σ T_i/T_g (ScaleRL, arXiv 2510.13786): every group counts the same.
 
-    Use: samples whose answers differ much in length; needs whole groups. Any staleness.
+    Use: samples whose answers differ a lot in length. Any staleness.
     """
     return Share(1.0 / max(group_tokens, 1), tokens / max(group_tokens, 1))

@@ -46,10 +46,10 @@ def clip_cov(
     """L = sg(w)·max(−uA, −A·clip(u, 1−clip_low, 1+clip_high)), but 0 on the `share` of the batch's tokens
     with the largest (A−Ā)·(log prox − mean log prox); u = π/prox (Clip-Cov, arXiv 2505.22617).
 
-    Those few tokens drive the collapse of entropy. The paper draws from a band of large covariances at
-    random.
+    These few tokens drive the collapse of entropy. The paper draws them at random from a band of large
+    covariances.
 
-    Use: entropy falls too fast; staleness 0 to 8.
+    Use: runs whose entropy falls too fast; staleness 0 to 8.
     """
     is_chosen = _prepared(tokens) > 0
     value, clipped = clip_surrogate(
@@ -89,12 +89,12 @@ def within_second_moment(traces: Sequence[Trace], *, tau: float) -> list[np.ndar
 
 @loss("m2po", ratio="mu", prepare=within_second_moment)
 def m2po(tokens: LossInput, *, tau: Positive = 0.04) -> TokenLoss:
-    """L = −(π/μ)·A, unclipped, but 0 on the tokens of the batch with the largest (log prox − log μ)², so many
-    that the mean of the rest is < tau (M2PO, arXiv 2510.01161).
+    """L = −(π/μ)·A, unclipped, but 0 on the tokens of the batch with the largest (log prox − log μ)², as many
+    as it takes to bring the mean of the others below tau (M2PO, arXiv 2510.01161).
 
-    Only outliers go, however far the batch as a whole is from μ at single tokens.
+    Only outliers are masked, however far single tokens of the batch are from μ.
 
-    Use: very stale data, where a band on the ratio masks too much; staleness 8 and far beyond.
+    Use: very stale data, where a fixed band on the ratio masks too much; staleness 8 and far beyond.
     """
     is_kept = _prepared(tokens)
     ratio = ratio_of(tokens.logp - tokens.mu) * is_kept
@@ -122,8 +122,8 @@ def tba(tokens: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
     """L = δ²/T per token, so δ² per episode, δ = sg(log Ẑ) + log π − log ref − R/β over its T tokens
     (trajectory balance, TBA, arXiv 2503.18929); log Ẑ from the group.
 
-    The optimum is ref·exp(R/β)/Z whatever sampled the data, hence no ratio. Reads R itself: the advantage
-    does not matter. Use aggregation seq_mean_token_sum for the paper's mean over episodes.
+    The optimum is ref·exp(R/β)/Z for any sampling policy, hence no ratio. The loss reads R itself, so the
+    advantage has no effect. Use aggregation seq_mean_token_sum for the paper's mean over episodes.
 
     Use: much older or replayed data, and diverse answers; any staleness.
     """

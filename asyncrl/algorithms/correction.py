@@ -29,9 +29,9 @@ Level = Literal["token", "turn", "sequence", "geometric"]
 
 @dataclass(frozen=True)
 class CorrectionInput:
-    """Tokens [N]. `log_ratio` is log prox - log mu, `current` is log pi - log mu, both without gradient and
-    finite, 0 where not `trainable`; `row`: episode of each token, `turn`: its turn. Ratios over several
-    tokens are over trainable ones only."""
+    """Tokens [N]. `log_ratio` is log prox - log mu, `current` is log pi - log mu, both without gradient,
+    finite, and 0 for tokens that are not `trainable`. `row`: the episode of each token; `turn`: its turn.
+    Ratios over several tokens use only the trainable ones."""
 
     log_ratio: Tensor
     current: Tensor
@@ -48,7 +48,8 @@ class CorrectionInput:
 
 @dataclass(frozen=True)
 class CorrectionMask:
-    """The result of one rule, [N]. A mask rule sets `keep`; a weight rule `weight` and where it was `cut`."""
+    """The result of one rule, [N]. A mask rule sets `keep`; a weight rule sets `weight`, and where it was
+    `cut`."""
 
     keep: Tensor | None = None
     weight: Tensor | None = None
@@ -99,13 +100,14 @@ def select_rules(named_rules: Mapping[str, Mapping[str, Any]], where: str) -> li
         low, high = (bound.keywords.get(limit) for limit in ("low", "high"))
         if low is not None and high is not None and low > high:
             raise ConfigError(
-                f"{where}.{name}: low {low} is above high {high}, nothing would be kept; swap them"
+                f"{where}.{name}: low {low} is above high {high}, so nothing would be kept; swap them"
             )
         selected_rules.append(replace(rule, of=bound))
 
     if sum(rule.kind == "weight" for rule in selected_rules) > 1:
         raise ConfigError(
-            f"{where}: {', '.join(named_rules)} hold two weights; rho would be counted twice; keep one"
+            f"{where}: {', '.join(named_rules)} contain two weights, so rho would be counted twice; "
+            "keep one of them"
         )
 
     return selected_rules
@@ -214,9 +216,9 @@ def truncate(
     """w = min(ρ, C), C = `positive` or, where A < 0, `negative` (truncated importance sampling: IMPALA, arXiv
     1802.01561). Over turns and episodes the sign is that of the mean A of their trainable tokens.
 
-    Use: the default weight. `positive` 2 for a lag of 1, 5 for 4 to 8, 8 beyond. `turn` and `sequence` weigh
-    the context of a token as well, at a variance that grows with length; `geometric` where single ratios are
-    noise.
+    Use: the default weight. Set `positive` to 2 for a lag of 1, 5 for a lag of 4 to 8, and 8 beyond. `turn`
+    and `sequence` also weigh the context of a token, with a variance that grows with length; `geometric`
+    suits models whose single ratios are noise.
     """
     ratio = ratio_at(tokens, level)
     credit = mean_over(tokens.advantage, tokens, level)
@@ -228,8 +230,8 @@ def truncate(
 def plain_ratio(tokens: CorrectionInput, *, level: Level = "token") -> CorrectionMask:
     """w = ρ (plain importance sampling).
 
-    Use: with a band (`mask`) that bounds it: together they are IcePop. Without one, to measure the bias of
-    others at a lag of 1.
+    Use: together with a band (`mask`) that bounds it: the two make IcePop. Alone, only to measure the bias of
+    other rules at a lag of 1.
     """
     return CorrectionMask(weight=ratio_at(tokens, level))
 
@@ -244,7 +246,7 @@ def mask(
 ) -> CorrectionMask:
     """Keep iff low ≤ ρ ≤ high (IcePop, arXiv 2510.18855). The bounds are on ρ, not on its negative logarithm.
 
-    Use: with a weight. [0.5, 5] for staleness up to 8; [0.5, 2] for the mismatch of engine and trainer alone.
+    Use: together with a weight: [0.5, 5] for staleness up to 8, [0.5, 2] for engine mismatch alone.
     """
     ratio = ratio_at(tokens, level)
     return CorrectionMask(keep=(ratio >= low) & (ratio <= high))
@@ -257,8 +259,8 @@ def reject_sequence(
     """Keep the episode iff low ≤ exp(mean log ρ) ≤ high, the mean over its trainable tokens (geometric
     rejection; plain). Its reward stays in the group's baseline.
 
-    Use: to drop episodes that drifted as a whole, staleness 1 to 8. [0.99, 1.001] is for the mismatch of
-    engine and trainer at one version and would drop nearly all stale episodes.
+    Use: dropping episodes that drifted as a whole, at staleness 1 to 8. Bounds of [0.99, 1.001] are for
+    engine mismatch at one version and would drop nearly all stale episodes.
     """
     return mask.of(tokens, low=low, high=high, level="geometric")
 
@@ -271,12 +273,12 @@ def reject(
     limit: Positive = 0.1,
     level: Literal["token", "turn", "sequence"] = "sequence",
 ) -> CorrectionMask:
-    """Keep iff |mean k| ≤ limit over the level's trainable tokens: k1 = -log ρ, k2 = (log ρ)²/2,
-    k3 = ρ - 1 - log ρ (Schulman, joschu.net/blog/kl-approx.html). k1 has a sign, so both sides are bounded:
-    e^-limit ≤ geometric ρ ≤ e^limit.
+    """Keep iff |mean k| ≤ limit over the level's trainable tokens: k1 = -log ρ, k2 = (log ρ)²/2, k3 = ρ - 1 -
+    log ρ (Schulman, joschu.net/blog/kl-approx.html). k1 is signed, so both sides are bounded: e^-limit ≤
+    geometric ρ ≤ e^limit.
 
-    Use: a bound in nats on KL(mu, prox) per token; k3 for the KL itself, k2 where large ρ should not rule, k1
-    for the drift. Staleness 1 to 8.
+    Use: a bound in nats on KL(mu, prox) per token: k3 for the KL itself, k2 if large ρ should not dominate,
+    k1 for the drift. Staleness 1 to 8.
     """
     log_ratio = tokens.log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     value = {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": log_ratio.exp() - 1 - log_ratio}[estimator]
@@ -287,8 +289,8 @@ def reject(
 def veto(tokens: CorrectionInput, *, least: Annotated[float, Meta(gt=0, lt=1)] = 1e-5) -> CorrectionMask:
     """Drop the episode if any trainable token has ρ < least (plain).
 
-    Use: against broken log-probs: a token that the policy would hardly write. Any staleness; with a long lag
-    it also drops correct tokens.
+    Use: protection against broken log-probs, such as a token that the policy would hardly ever write. Any
+    staleness; at a long lag it also drops valid tokens.
     """
     is_absurd = (tokens.log_ratio < math.log(least)).to(tokens.log_ratio.dtype)
     return CorrectionMask(keep=pooled(is_absurd, tokens, "sequence")[0] == 0)
@@ -298,10 +300,10 @@ def veto(tokens: CorrectionInput, *, least: Annotated[float, Meta(gt=0, lt=1)] =
 def negative_episodes(tokens: CorrectionInput, *, delta: Positive = 0.1) -> CorrectionMask:
     """Drop the episode if A < 0 and mean(log μ − log π) > delta over its trainable tokens (off-policy
     sequence masking: DeepSeek-V3.2, arXiv 2512.02556). The sign is that of its mean A; π is the current
-    policy, so that each of several optimizer steps decides anew.
+    policy, so each of several optimizer steps decides again.
 
-    Use: several steps per batch or staleness above 4: wrong answers that the policy no longer gives teach
-    little and make training unstable.
+    Use: several steps per batch, or staleness above 4: wrong answers that the policy no longer gives teach
+    little and destabilise training.
     """
     is_punished = mean_over(tokens.advantage, tokens, "sequence") < 0
     return CorrectionMask(keep=~(is_punished & (mean_over(-tokens.current, tokens, "sequence") > delta)))
@@ -311,6 +313,7 @@ def negative_episodes(tokens: CorrectionInput, *, delta: Positive = 0.1) -> Corr
 def batch_mean(tokens: CorrectionInput) -> CorrectionMask:
     """w ← w / mean(w) over the batch's kept tokens (self-normalised importance sampling; plain).
 
-    Use: with a weight, so that the step size does not depend on how far the data drifted. Staleness 1 to 8.
+    Use: next to a weight, to keep the step size independent of how far the data has drifted. Staleness 1 to
+    8.
     """
     return CorrectionMask()

@@ -45,13 +45,14 @@ class Trace(NamedTuple):
 
 @dataclass(frozen=True)
 class AdvantageInput:
-    """Holds one episode and the siblings that its baseline is made of.
+    """Holds one episode and the siblings that form its baseline.
 
-    `siblings[position]` is `own`; `position` is -1 for a late member of a partial group, which is no sibling.
-    `issued`: members that the group was issued with, whether they have landed or not. Arrays are per model
-    token, [T]: `rewards` what fell on the token (a turn's reward on its last token), `turn` its
-    turn, `values` the critic's V, where there is one. `greedy`: reward of the sample's greedy episode.
-    `traces`: the group's episodes, own included, for advantages registered with `whole_group`.
+    `siblings[position]` is `own`; `position` is -1 for a late member of a partial group, which is not a
+    sibling. `issued`: number of members that the group was issued with, whether they have ended or not.
+    Arrays have one entry per model token, [T]: `rewards` the reward on each token (a turn's reward is on its
+    last token), `turn` the turn of each token, `values` the critic's V, if there is a critic. `greedy`:
+    reward of the sample's greedy episode. `traces`: the episodes of the group, including this one, for
+    advantages registered with `whole_group`.
     """
 
     own: EpisodeResult
@@ -66,7 +67,8 @@ class AdvantageInput:
 
     @property
     def others(self) -> list[EpisodeResult]:
-        """Return the siblings without the episode itself. Who they are does not depend on it."""
+        """Return the siblings without the episode itself. The choice of siblings does not depend on the
+        episode."""
         return [sibling for position, sibling in enumerate(self.siblings) if position != self.position]
 
     if not TYPE_CHECKING:  # a type checker is to see that the attribute is missing

@@ -33,7 +33,7 @@ def kl_tokens(logp: Tensor, reference: Tensor, estimator: str) -> Tensor:
 def k1(d: Tensor) -> Tensor:
     """k = d (Schulman, joschu.net/blog/kl-approx.html).
 
-    Use: in the reward, at any staleness. Unbiased, noisy, of either sign.
+    Use: the reward, at any staleness. Unbiased, noisy, can be negative.
     """
     return d
 
@@ -41,7 +41,8 @@ def k1(d: Tensor) -> Tensor:
 def absolute(d: Tensor) -> Tensor:
     """k = |d| (plain).
 
-    Use: in the reward, where no token may be rewarded for leaving the reference; not the KL. Any staleness.
+    Use: the reward, if no token may be rewarded for leaving the reference. Not an estimate of the KL. Any
+    staleness.
     """
     return d.abs()
 
@@ -49,8 +50,8 @@ def absolute(d: Tensor) -> Tensor:
 def k2(d: Tensor) -> Tensor:
     """k = d²/2 (Schulman, joschu.net/blog/kl-approx.html).
 
-    Use: in the loss, at any staleness: its gradient d·∇log pi is in expectation that of the KL. Its value is
-    biased.
+    Use: the loss, at any staleness: its gradient d·∇log pi is the gradient of the KL in expectation. Its
+    value is biased.
     """
     return d.square() / 2
 
@@ -58,8 +59,8 @@ def k2(d: Tensor) -> Tensor:
 def k3(d: Tensor) -> Tensor:
     """k = min(exp(-d) - 1 + d, 10) (Schulman, joschu.net/blog/kl-approx.html).
 
-    Use: in the reward and in reports, at any staleness: unbiased up to the cap, never negative. In the loss
-    its gradient is that of KL(ref, pi).
+    Use: the reward and reports, at any staleness: unbiased up to the cap and never negative. In the loss its
+    gradient is that of KL(ref, pi).
     """
     return (ratio_of(-d) - 1 + d).clamp(max=VALUE_LIMIT)
 
@@ -67,7 +68,7 @@ def k3(d: Tensor) -> Tensor:
 def straight_through(d: Tensor) -> Tensor:
     """The value of k3 with the gradient of k2 (plain).
 
-    Use: in the loss, at any staleness, to see an unbiased value there.
+    Use: the loss, at any staleness, if its value should be unbiased, too.
     """
     slope = k2(d)
     return k3(d).detach() + slope - slope.detach()
@@ -98,9 +99,8 @@ def divergence(logp: Tensor, teacher: Tensor, name: str) -> Tensor:
 def forward(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """D = Σ_v T(v)·(log T(v) - log pi(v)): KL(T, pi) (plain).
 
-    Use: in the loss, at any staleness, where the student shall cover all that the teacher would do, or hardly
-    ever does yet what the teacher does: where pi(v) is near 0, its slope in the logit of v is about -T(v),
-    and that of the others nearly 0.
+    Use: the loss, at any staleness, if the student should cover everything that the teacher does, or does not
+    yet do what the teacher does: where pi(v) is near 0, the slope in the logit of v is about -T(v).
     """
     teacher_probs = t.exp()
     return (teacher_probs * (t - p)).sum(-1), -teacher_probs
@@ -109,8 +109,8 @@ def forward(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
 def reverse(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """D = Σ_v pi(v)·(log pi(v) - log T(v)): KL(pi, T), of which k2 has the gradient in expectation (plain).
 
-    Use: in the loss, at any staleness, where the student is too small to cover all, and shall do nothing that
-    the teacher would not.
+    Use: the loss, at any staleness, if the student is too small to cover everything and should do nothing
+    that the teacher would not do.
     """
     parts = p.exp() * (p - t)
     return parts.sum(-1), parts
@@ -119,7 +119,8 @@ def reverse(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
 def js(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """D = (KL(T, M) + KL(pi, M)) / 2, M = (T + pi) / 2: Jensen-Shannon (GKD, arXiv 2306.13649, beta = 1/2).
 
-    Use: in the loss, at any staleness: between the two, at most log 2, so that no state rules a batch.
+    Use: the loss, at any staleness: a compromise of both, bounded by log 2, so that no single state dominates
+    a batch.
     """
     mixture = torch.logaddexp(p, t) - math.log(2)
     policy_term = p.exp() * (p - mixture) / 2

@@ -32,11 +32,11 @@ class LossInput:
     """Model tokens [N] of one micro-batch. Only `logp` (log pi) carries a gradient.
 
     `prox` is log prox; with one optimizer step per batch it is `logp` without gradient. `row` is the episode
-    each token belongs to, for losses over sequences; these count `trainable` tokens only (all log-probs are
-    finite, and `logp`, `prox` and `mu` equal elsewhere). `turn`: which turn of its episode wrote it, from 0;
-    `lag`: version that the step starts from minus version that sampled it. `reference`: log-probs of the
-    reference policy; `prepared`: what the loss's own `prepare` gave each token; None where the loss declares
-    neither.
+    that each token belongs to, for losses over sequences; these use only `trainable` tokens (all log-probs
+    are finite; elsewhere `logp`, `prox` and `mu` are equal). `turn`: the turn of its episode that wrote the
+    token, from 0; `lag`: the version that the step starts from minus the version that sampled the token.
+    `reference`: log-probs of the reference policy; `prepared`: the value that the loss's own `prepare`
+    returned for each token. Both are None unless the loss declares them.
     """
 
     logp: Tensor
@@ -52,7 +52,8 @@ class LossInput:
     prepared: Tensor | None = None
 
     def weighed(self, value: Tensor) -> Tensor:
-        """[N] times the correction's weight; 0 or 1 for a loss that contains pi/mu; 0 where not trainable."""
+        """[N] `value` times the weight of the correction, which is 0 or 1 for a loss that contains pi/mu; 0
+        where not trainable."""
         return torch.where(self.trainable, self.correction.weight * value, 0.0)
 
     def episode_sum(self, value: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ class LossInput:
         return summed(value, self.row, self.trainable)[0]
 
     def episode_mean(self, value: Tensor) -> Tensor:
-        """[N] likewise, divided by their number; 0 in an episode without any."""
+        """[N] at each token, the mean of `value` over the trainable tokens of its episode; 0 without any."""
         total, count = summed(value, self.row, self.trainable)
         return total / count
 
@@ -72,9 +73,9 @@ class LossInput:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """`value` [N] is the loss of each token, correction weight included; `clipped` [N] says where the trust
-    region cut or bounded the gradient, `clipped_lower` where the dual clip did. `ratio` [N]: what a `mu` loss
-    weighs A·∇log pi with itself, 0 where it drops a token; for reports only."""
+    """`value` [N] is the loss of each token, including the correction weight; `clipped` [N] marks where the
+    trust region cut or bounded the gradient, `clipped_lower` where the dual clip did. `ratio` [N]: the factor
+    with which a `mu` loss weights A·∇log pi, 0 where it drops a token; for reports only."""
 
     value: Tensor
     clipped: Tensor

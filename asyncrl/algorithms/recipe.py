@@ -189,42 +189,42 @@ def _ratio_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     dual_clip = getattr(loss.of, "keywords", {})["dual_clip"] if recipe.loss_name == "ppo" else 0
 
     return {
-        "algorithm.loss.ppo.dual_clip between 0 and 1 is no bound; set 1 or more, or 0 for none": (
+        "algorithm.loss.ppo.dual_clip must not lie between 0 and 1; set 1 or more, or 0 to turn it off": (
             0 < dual_clip < 1
         ),
-        f"{name} contains pi/mu itself; a weight in algorithm.correction would count it twice; keep "
-        "masks only": loss.ratio == "mu" and recipe.weighted,
-        "algorithm.correction has no weight with max_staleness > 0: stale data would be trained "
-        "uncorrected; add truncate, or set max_staleness=0": (
+        f"{name} already contains pi/mu, and a weight in algorithm.correction would count it twice; keep "
+        "only masks": loss.ratio == "mu" and recipe.weighted,
+        "algorithm.correction has no weight although max_staleness > 0, so stale data would be trained "
+        "without correction; add truncate, or set max_staleness=0": (
             loss.ratio == "prox" and not recipe.weighted and config.buffer.max_staleness > 0
         ),
-        "algorithm.correction batch_mean divides weights, and there are none; add truncate, or leave it "
-        "out": recipe.batch_mean_weight and not recipe.weighted,
-        "algorithm.correction batch_mean would also scale what is added to the policy loss; leave it out, "
-        "or the KL in the loss and the entropy bonus": (recipe.batch_mean_weight and has_other_terms),
+        "algorithm.correction batch_mean divides the weights, but no weights are set; add truncate, or "
+        "remove batch_mean": recipe.batch_mean_weight and not recipe.weighted,
+        "algorithm.correction batch_mean would also scale the terms added to the policy loss; remove it, or "
+        "the KL in the loss and the entropy bonus": (recipe.batch_mean_weight and has_other_terms),
         f"{name} with one optimizer step per batch never clips (pi = prox); use reinforce, prox=mu, or "
         "steps_per_batch or epochs > 1": loss.clips and not several_steps and recipe.prox != "mu",
         f"{name} with prox=current never clips (pi = prox); use recompute or loglinear": (
             loss.clips and several_steps and recipe.prox == "current"
         ),
-        f"{name} with several optimizer steps per batch has no trust region; use one that clips": (
+        f"{name} has no trust region for several optimizer steps per batch; use a loss that clips": (
             loss.ratio == "prox" and not loss.trusts and several_steps
         ),
-        f"algorithm.prox {algorithm.prox!r}: the loss or the advantage looks at the policy at the start of "
+        f"algorithm.prox {algorithm.prox!r}: the loss or the advantage needs the policy at the start of "
         "the batch; use auto": algorithm.prox in ("current", "loglinear", "mu")
         and (recipe.advantage.whole_group or loss.prepare is not None),
         f"algorithm.prox mu: {name} has no ratio to prox; use auto": (
             recipe.prox == "mu" and not loss.trusts
         ),
-        f"algorithm.prox mu: the bounds of {name} are far too tight around the mu of stale data; use auto, "
-        "or max_staleness=0": recipe.prox == "mu"
+        f"algorithm.prox mu: the clip bounds of {name} are far too tight around the mu of stale data; "
+        "use auto, or max_staleness=0": recipe.prox == "mu"
         and loss.level != "token"
         and config.buffer.max_staleness > 0,
-        "kl.estimator k1 in the loss has a gradient of expectation zero; use k2 or straight_through": (
+        "kl.estimator k1 in the loss has a gradient with expectation zero; use k2 or straight_through": (
             kl.in_loss and recipe.kl_estimator == "k1"
         ),
-        f"kl.estimator {kl.estimator} compares distributions, and kl.where=reward has one number per token; "
-        "use kl.where=loss, or k1": kl.where == "reward" and bool(recipe.divergence),
+        f"kl.estimator {kl.estimator} compares whole distributions, but kl.where=reward uses one number per "
+        "token; use kl.where=loss, or k1": kl.where == "reward" and bool(recipe.divergence),
     }
 
 
@@ -238,16 +238,15 @@ def _group_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     name = f"algorithm.advantage {recipe.advantage_name!r}"
 
     return {
-        f"{name} compares an episode with a group that contains it, but a late one with a group that does "
-        "not: biased with group_policy=partial; use dr_grpo, rloo or opo_loo, or group_policy=complete": (
-            partial and advantage.siblings and not advantage.late
-        ),
+        f"{name} compares an episode with a group that includes it, but a late one with a group "
+        "that does not: biased with group_policy=partial; use dr_grpo, rloo or opo_loo, or "
+        "group_policy=complete": (partial and advantage.siblings and not advantage.late),
         f"algorithm.normalise ({recipe.scale}) subtracts the mean of a batch, and which members of a group "
-        "are in it depends on who was late; with group_policy=partial use none or batch_std": (
+        "it includes depends on which were late; with group_policy=partial use none or batch_std": (
             partial and recipe.scale in ("whiten", "whiten_running")
         ),
-        "buffer.max_staleness is 0: with group_policy=partial late members come after their batch, too stale "
-        "to be trained; use group_policy=complete": partial and buffer.max_staleness == 0,
+        "buffer.max_staleness is 0: with group_policy=partial late members arrive after their batch, too "
+        "stale to be trained; use group_policy=complete": partial and buffer.max_staleness == 0,
         f"{name} needs whole groups; use group_policy=complete": (
             partial and (advantage.whole_group or advantage.greedy)
         ),
@@ -256,19 +255,19 @@ def _group_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         ),
         f"algorithm.aggregation {algorithm.aggregation!r} needs whole groups; use token_mean with "
         "group_policy=partial": partial and recipe.aggregate.whole_group,
-        "buffer.on_stale drop takes members out of a group that loss, advantage or aggregation needs "
+        "buffer.on_stale drop removes members of groups that the loss, advantage or aggregation needs "
         "whole; use mask or hold": buffer.on_stale == "drop"
         and (advantage.whole_group or loss.whole_group or recipe.aggregate.whole_group),
-        f"buffer.episodes_per_group is 1, and the advantage {recipe.advantage_name!r} compares siblings: "
-        "nothing would be learned; use more, or reinforce_pp, gae or remax": (
+        f"buffer.episodes_per_group is 1, but the advantage {recipe.advantage_name!r} compares siblings, so "
+        "nothing would be learned; use more episodes, or reinforce_pp, gae or remax": (
             advantage.siblings and buffer.episodes_per_group == 1
         ),
-        "kl.where reward changes the baseline of siblings, which must be in the batch; use "
+        "kl.where reward changes the baseline of siblings, which must all be in the batch; use "
         "group_policy=complete and on_stale=mask or hold, or kl.where=loss": config.kl.where == "reward"
         and advantage.siblings
         and (partial or buffer.on_stale == "drop"),
-        f"{name} reads the reward's components, which neither algorithm.shaping nor kl.where=reward "
-        "changes; leave these out, or use kl.where=loss": (
+        f"{name} reads the components of the reward, which algorithm.shaping and kl.where=reward do not "
+        "change; remove these, or use kl.where=loss": (
             advantage.components and (bool(algorithm.shaping) or config.kl.where == "reward")
         ),
     }
@@ -282,20 +281,21 @@ def _filter_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     filters_groups = config.buffer.filter_zero_variance
 
     return {
-        f"{key} discards groups that the advantage {recipe.advantage_name!r} learns from; set it false": (
+        f"{key} discards groups that the advantage {recipe.advantage_name!r} learns from; set it to false": (
             filters_groups and not (advantage.siblings or advantage.greedy)
         ),
-        f"{key} discards groups that the loss {recipe.loss_name!r} learns from; set it false": (
+        f"{key} discards groups that the loss {recipe.loss_name!r} learns from; set it to false": (
             filters_groups and recipe.loss.whole_group
         ),
-        f"{key} compares undiscounted rewards, and turn_gamma makes a difference of when they came; set it "
-        "false": (filters_groups and bool(advantage.siblings and advantage.discount != 1)),
+        f"{key} compares undiscounted rewards, but with turn_gamma their timing matters; set it to false": (
+            filters_groups and bool(advantage.siblings and advantage.discount != 1)
+        ),
         f"algorithm.normalise ({recipe.scale}) subtracts a batch mean, which buffer.filter_zero_variance "
-        "would bias; set one of them off": filters_groups and recipe.scale in ("whiten", "whiten_running"),
-        f"{key} looks at rewards without the KL that kl.where=reward subtracts; set it false, or use "
+        "would bias; turn one of them off": filters_groups and recipe.scale in ("whiten", "whiten_running"),
+        f"{key} compares rewards without the KL that kl.where=reward subtracts; set it to false, or use "
         "kl.where=loss": filters_groups and kl_config.where == "reward",
-        f"{key} discards groups of equal rewards, and the teacher (kl.reference, kl.prompt, scorers) "
-        "teaches there, too; set it false": filters_groups
+        f"{key} discards groups with equal rewards, from which the policy still learns through its teacher "
+        "(kl.reference, kl.prompt, scorers); set it to false": filters_groups
         and loss_has_teacher(dict(leaves(msgspec.to_builtins(config)))),
     }
 
@@ -308,16 +308,16 @@ def _demonstration_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool
     temperature = config.rollout.temperature
 
     return {
-        f"buffer.episodes_per_group ({size}): {name} would train the same conversation so often; set 1": (
+        f"buffer.episodes_per_group: {name} would train each conversation {size} times; set it to 1": (
             demonstrations and size != 1
         ),
-        f"rollout.temperature ({temperature}): {name} is the likelihood at temperature 1; set 1": (
+        f"rollout.temperature ({temperature}): {name} uses the likelihood at temperature 1; set it to 1": (
             demonstrations and temperature != 1
         ),
-        f"{name} reads no reward; leave out algorithm.shaping, and kl.where=reward (kl.where=loss works)": (
+        f"{name} ignores the reward; remove algorithm.shaping and kl.where=reward (kl.where=loss works)": (
             demonstrations and (bool(config.algorithm.shaping) or config.kl.where == "reward")
         ),
-        f"{name}: scorers read what is sampled, and would leave all out; use kl.reference": (
+        f"{name}: scorers score only sampled turns, so they would skip all of these; use kl.reference": (
             demonstrations and config.scored_reference
         ),
     }
@@ -327,34 +327,34 @@ def _unused_setting_refusals(config: RunConfig, recipe: Recipe) -> dict[str, boo
     """Settings without effect."""
     teachers = [name for name in config.scorers if name.startswith("teacher")]
     return {
-        "algorithm.shaping overlong punishes what mask_truncated keeps out of the loss; leave one out": (
+        "algorithm.shaping overlong penalises what mask_truncated keeps out of the loss; remove one": (
             config.algorithm.mask_truncated and "overlong" in config.algorithm.shaping
         ),
-        "algorithm.prox loglinear is pi itself with one optimizer step per batch; use auto": (
+        "algorithm.prox loglinear equals pi with one optimizer step per batch; use auto": (
             config.algorithm.prox == "loglinear" and recipe.optimizer_steps == 1
         ),
-        "kl.coef of 1 or more and no teacher would only lead back to the start; set kl.reference, kl.prompt "
-        "or scorers.teacher, or a kl.coef below 1": config.kl.where != "none"
+        "kl.coef of 1 or more without a teacher would only pull the policy back to its start; set "
+        "kl.reference, kl.prompt or scorers.teacher, or a kl.coef below 1": config.kl.where != "none"
         and config.kl.coef >= 1
         and not (config.kl.reference or config.kl.prompt or teachers),
-        "kl.prompt is for episodes played turn by turn; leave out rollout.agent, or kl.prompt": bool(
+        "kl.prompt works only for episodes played turn by turn; remove rollout.agent or kl.prompt": bool(
             config.kl.prompt and (config.rollout.agent or recipe.loss.demonstrations)
         ),
-        "kl.prompt makes the teacher's rows longer, so ranks would cut them at other places; set "
-        "trainer.sequence_parallel=1, or put the teacher on scorers.teacher": bool(config.kl.prompt)
+        "kl.prompt makes the teacher's rows longer, so ranks would split them at other positions; set "
+        "trainer.sequence_parallel=1, or move the teacher to scorers.teacher": bool(config.kl.prompt)
         and config.trainer.sequence_parallel > 1
         and not config.scored_reference,
-        f"kl.top_k is of divergences, and kl.estimator is {recipe.kl_estimator}; use "
-        f"{', '.join(DIVERGENCE_NAMES)}, or leave it out": config.kl.top_k > 0 and not recipe.divergence,
-        "kl has settings, but where=none: they have no effect; set kl.where, or leave the "
+        f"kl.top_k applies only to divergences, but kl.estimator is {recipe.kl_estimator}; use "
+        f"{', '.join(DIVERGENCE_NAMES)}, or remove kl.top_k": config.kl.top_k > 0 and not recipe.divergence,
+        "the settings of kl have no effect, because kl.where is none; set kl.where, or leave the "
         "others at their defaults": not recipe.reference and config.kl != KLConfig(),
-        f"kl.estimator {recipe.kl_estimator} is over the whole vocabulary, and scorers name the likeliest "
-        "tokens only; set kl.top_k, or use kl.reference": bool(recipe.divergence)
+        f"kl.estimator {recipe.kl_estimator} compares the whole vocabulary, but scorers return only the most "
+        "likely tokens; set kl.top_k, or use kl.reference": bool(recipe.divergence)
         and config.scored_reference
         and not config.kl.top_k,
         "scorers: a reference or teacher has no effect with kl.where=none; set kl.where": (
             config.scored_reference and not recipe.reference
         ),
-        f"critic has settings, but the advantage {recipe.advantage_name!r} has no critic; use gae, or "
-        "leave them out": not recipe.critic and config.critic != CriticConfig(),
+        f"the settings of critic have no effect, because the advantage {recipe.advantage_name!r} has no "
+        "critic; use gae, or remove them": not recipe.critic and config.critic != CriticConfig(),
     }

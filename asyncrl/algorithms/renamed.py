@@ -9,5 +9,5 @@ def renamed_attribute(owner: object, name: str, new_names: Mapping[str, str]) ->
     """Return the error for an attribute that `owner` lacks, and its new name if it was renamed."""
     text = f"'{type(owner).__name__}' has no attribute '{name}'"
     if name in new_names:
-        text += f"; it is called '{new_names[name]}' now"
+        text += f"; it is now called '{new_names[name]}'"
     return AttributeError(text, name=name, obj=owner)

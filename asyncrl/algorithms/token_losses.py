@@ -33,7 +33,7 @@ def reinforce(tokens: LossInput) -> TokenLoss:
     """L = −sg(w)·A·log π: the gradient of the truncated importance-sampled objective (IMPALA, arXiv
     1802.01561).
 
-    With one optimizer step per batch w = M·min(π/μ, C); there is nothing to clip.
+    With one optimizer step per batch w = M·min(π/μ, C); clipping would have no effect.
 
     Use: the default, with one optimizer step per batch; staleness 0 to 8.
     """
@@ -44,7 +44,7 @@ def reinforce(tokens: LossInput) -> TokenLoss:
 def sft(tokens: LossInput) -> TokenLoss:
     """L = −log π: the negative log-likelihood of demonstrated tokens, whatever A is (plain).
 
-    Use: `asyncrl sft`, on conversations of the data instead of sampled ones: no μ, no staleness.
+    Use: `asyncrl sft`, on conversations from the data instead of sampled ones; no μ and no staleness.
     """
     return TokenLoss(tokens.weighed(-tokens.logp), torch.zeros_like(tokens.trainable))
 
@@ -54,8 +54,8 @@ def ppo(
     tokens: LossInput, *, clip_low: Share = 0.2, clip_high: Positive = 0.2, dual_clip: AtLeastZero = 3.0
 ) -> TokenLoss:
     """L = sg(w)·max(−uA, −A·clip(u, 1−clip_low, 1+clip_high)), where A < 0 at most −dual_clip·A; u = π/prox
-    (PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729). `dual_clip` is 1 or more, or 0 for none: with a
-    weight that is decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298).
+    (PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729). `dual_clip` is 1 or more, or 0 for none. With a
+    weight, this is decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298).
 
     Use: several optimizer steps per batch, or any number with prox=mu; staleness 0 as published
     (`correction={}`), up to 8 with a weight.
@@ -77,10 +77,10 @@ def cispo(
     """L = −sg(w)·sg(clip(u, 1−clip_low, 1+clip_high))·A·log π, u = π/prox (CISPO, MiniMax-M1, arXiv
     2506.13585).
 
-    The ratio is bounded, but no token loses its gradient; clip_low = 1 is no lower bound.
+    The ratio is bounded, but no token loses its gradient; clip_low = 1 means no lower bound.
 
-    Use: several optimizer steps per batch, where rare tokens matter that PPO's clip would drop; staleness
-    0 to 8.
+    Use: several optimizer steps per batch, if rare tokens matter that PPO's clip would drop; staleness 0 to
+    8.
     """
     ratio = ratio_of(tokens.logp.detach() - tokens.prox)
     bounded_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -91,9 +91,10 @@ def cispo(
 def cispo_scalerl(tokens: LossInput, *, cap: Positive = 5.0) -> TokenLoss:
     """L = −sg(min(π/μ, cap))·A·log π: CISPO with two policies (ScaleRL, arXiv 2510.13786).
 
-    ScaleRL found caps of 4 to 8 to do equally well; cap = 2 is AIPO (LlamaRL, arXiv 2505.24034), tighter.
+    ScaleRL found caps of 4 to 8 equally good; cap = 2 is AIPO (LlamaRL, arXiv 2505.24034).
 
-    Use: one or several optimizer steps per batch, no weight to choose; staleness 0 to 8, with cap = 2 to 4.
+    Use: one or several optimizer steps per batch, without a weight to choose; staleness 0 to 8, with a cap of
+    2 to 4.
     """
     return _capped(tokens, cap)
 
@@ -103,7 +104,7 @@ def sapo(tokens: LossInput, *, tau_positive: Positive = 1.0, tau_negative: Posit
     """L = −sg(w)·A·(4/τ)·sigmoid(τ·(u−1)), u = π/prox, τ = tau_positive where A > 0, else tau_negative (SAPO,
     arXiv 2511.20347).
 
-    Its gradient fades away from u = 1 instead of ending at a bound.
+    The gradient fades with the distance from u = 1 instead of ending at a bound.
 
     Use: several optimizer steps per batch, mixture-of-experts models; staleness 0 to 8.
     """
@@ -120,7 +121,7 @@ def dppo_tv(
     """L = −sg(min(π/μ, cap))·A·log π while π−μ ≤ delta_high (A > 0) or π−μ ≥ −delta_low (A ≤ 0), else 0 (DPPO
     with binary total variation, arXiv 2602.04879).
 
-    The trust region is on probabilities: rare tokens may change their ratio much, frequent ones may not.
+    The trust region limits probabilities, so rare tokens may change their ratio a lot, frequent ones may not.
 
     Use: large vocabularies, and engines whose numbers differ from the trainer's; staleness 0 to 8.
     """
@@ -140,7 +141,7 @@ def dppo_kl(
 
     A divergence of δ keeps π−μ within √(δ/2).
 
-    Use: as dppo_tv; stricter where μ is near 0 or 1; staleness 0 to 8.
+    Use: as dppo_tv, but stricter where μ is near 0 or 1; staleness 0 to 8.
     """
     logp = tokens.logp.detach()
     moves_away = torch.where(tokens.advantage > 0, logp > tokens.mu, logp < tokens.mu)
@@ -153,8 +154,7 @@ def dro(tokens: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
     """L = −(A·log π − (β/2)·(log π − log μ)²) (DRO, arXiv 2405.19107): a quadratic pull to μ instead of a
     ratio.
 
-    Use: off-policy data without importance weights; any staleness, with a bias that β trades for
-    stability.
+    Use: off-policy data without importance weights; any staleness, with a bias that β trades for stability.
     """
     distance = tokens.logp - tokens.mu
     value = -(tokens.advantage * tokens.logp - beta / 2 * distance**2)
@@ -199,10 +199,10 @@ def _capped(tokens: LossInput, cap: float, is_cut: Tensor | None = None) -> Toke
 @loss("gspo", ratio="prox", clips=True, linear=True, level="geometric")
 def gspo(tokens: LossInput, *, clip_low: Share = 3e-4, clip_high: Positive = 4e-4) -> TokenLoss:
     """L = sg(w)·max(−sA, −A·clip(s, 1−clip_low, 1+clip_high)), s = exp(mean over the episode of log π − log
-    prox) in value, with the gradient of the own token (GSPO-token, arXiv 2507.18071).
+    prox) in value, with the gradient of the token itself (GSPO-token, arXiv 2507.18071).
 
-    Clip and ratio are against prox, never μ: its bounds are far too tight for stale data. What μ adds is the
-    weight, best `truncate` with level=geometric.
+    Clip and ratio are relative to prox, never to μ, because the bounds are far too tight for stale data. μ
+    enters through the weight, preferably `truncate` with level=geometric.
 
     Use: mixture-of-experts models, whose token ratios are noisy, with aggregation seq_mean_token_mean and
     several optimizer steps per batch; staleness 0 to 4.
@@ -217,12 +217,12 @@ def gmpo(tokens: LossInput, *, clip_low: Positive = 0.4, clip_high: Positive = 0
     """L = −sg(w)·sA, s = exp(mean over the episode of c), c = min(log u, clip_high) where A > 0, else max(log
     u, −clip_low), u = π/prox (GMPO, arXiv 2507.20673).
 
-    Bounds are on log-ratios of tokens, and one-sided; a token beyond its bound has no gradient. Where the
-    tokens of an episode have different A or w, each keeps its own: another gradient than verl's geo_mean,
-    which takes the mean of A and the geometric mean of w.
+    The bounds on log-ratios of tokens are one-sided; a token beyond its bound has no gradient. If tokens of
+    an episode differ in A or w, each keeps its own, unlike in verl's geo_mean, which takes the mean of A and
+    the geometric mean of w.
 
-    Use: long episodes with several optimizer steps per batch, with aggregation seq_mean_token_mean;
-    staleness 0 to 4.
+    Use: long episodes with several optimizer steps per batch and aggregation seq_mean_token_mean; staleness 0
+    to 4.
     """
     log_ratio = tokens.logp - tokens.prox
     bounded_log_ratio = torch.where(
@@ -236,7 +236,7 @@ def gmpo(tokens: LossInput, *, clip_low: Positive = 0.4, clip_high: Positive = 0
 def topr(tokens: LossInput) -> TokenLoss:
     """L = −sg(r)·A·log π, r = 1 where A > 0, else min(Π over the episode of π/μ, 1) (TOPR, arXiv 2503.14286).
 
-    Successes are imitated at any age; the weight of failures falls as the policy moves away from them.
+    Successes are imitated at any age; failures lose weight as the policy moves away from them.
 
     Use: stale or offline data with outcome rewards; any staleness.
     """

@@ -28,9 +28,9 @@ def start(
     show: Show = print,
     **keywords: Any,
 ) -> StartedRun:
-    """Start a run as `train` does, and return once its processes start. `command="sft"`: as `sft` does.
-    `show` gets each line that the launcher prints, while a call waits; with `print`, a terminal and a
-    notebook show a live view. May be called in any thread, and several times."""
+    """Start a run like `train`, and return as soon as its processes start. With `command="sft"`, start it
+    like `sft`. `show` gets each line that the launcher prints while a call waits; with `print`, a terminal
+    and a notebook show a live view. You can call this function in any thread, and several times."""
     refuse_inside_run(f"asyncrl.{command}()")
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as directory:
         request = make_request(
@@ -47,16 +47,16 @@ def start(
 
 
 def train(*settings: Setting, config_dir: str | Path = "", **keywords: Any) -> Run:
-    """Train a run, as the command `asyncrl train` does, and return it at its end.
+    """Train a run, like the command `asyncrl train`, and return it when it ends.
 
     settings: overrides as for the command (`"experiment=calculator"`, `"trainer.lr=1e-5"`), and dicts of
         sections (`{"trainer": {"lr": 1e-5}}`).
-    model: a directory, `owner/name` of the hub, or a run, whose newest checkpoint is taken.
+    model: a directory, `owner/name` on the hub, or a run, whose newest checkpoint is used.
     train, test: rows (dicts, a table of pyarrow, pandas or polars, a `datasets.Dataset`), or files. With
-        `train` and without `test` the experiment's own test data are left out.
-    tools, reward, environment, agent: functions, classes, or names as in the configuration; options of a
-        function as `{function: {option: value}}`.
-    keywords: all further sections and keys at top level (`total_steps=60`, `trainer={"lr": 1e-5}`).
+        `train` but without `test`, the test data of the experiment are ignored.
+    tools, reward, environment, agent: functions, classes, or names as in the configuration; pass the options
+        of a function as `{function: {option: value}}`.
+    keywords: all other sections and keys at top level (`total_steps=60`, `trainer={"lr": 1e-5}`).
 
     Raises ConfigError for bad input, before anything is started, and RunError for a run that failed. Ctrl-C
     stops the run with a checkpoint.
@@ -71,9 +71,9 @@ def dry_run(
     show: Show = print,
     **keywords: Any,
 ) -> None:
-    """Check everything that `train` would, try the tools and the reward on a row, and show the plan; nothing
-    is started or written. The arguments are those of `start`. Raises ConfigError with all errors, a line
-    each."""
+    """Check everything that `train` would check, try the tools and the reward on a row, and show the plan,
+    without starting or writing anything. The arguments are those of `start`. Raises ConfigError with all
+    errors, one per line."""
     refuse_inside_run("asyncrl.dry_run()")
     errors: list[str] = []
 
@@ -100,7 +100,7 @@ def dry_run(
 
 
 def sft(*settings: Setting, config_dir: str | Path = "", **keywords: Any) -> Run:
-    """Train on conversations, as the command `asyncrl sft` does; the arguments are those of `train`. Rows:
+    """Train on conversations, like the command `asyncrl sft`; the arguments are those of `train`. Each row is
     `{"messages": [{"role": …, "content": …}, …]}` (docs/guides/models.md)."""
     return start(*settings, command="sft", config_dir=config_dir, **keywords).wait()
 
@@ -116,13 +116,13 @@ def evaluate(
     show: Show = print,
     **keywords: Any,
 ) -> Evaluation:
-    """Evaluate a model, as the command `asyncrl eval` does. The evaluation is a run of its own; the same call
-    continues an interrupted evaluation, and reads a finished one.
+    """Evaluate a model, like the command `asyncrl eval`. The evaluation is a separate run: the same call
+    continues it after an interruption, and reads its result once it has finished.
 
-    model: a directory, `owner/name` of the hub, a checkpoint, or a run, whose configuration is then used.
-    data: rows or files, as for `train`; None: those of the run or of `settings`.
-    samples, episodes: how many of the first rows, and how many episodes of each; None: all rows, once.
-    run_dir: the parent of run directories; by default `runs`, or for a run the parent of its directory.
+    model: a directory, `owner/name` on the hub, a checkpoint, or a run, whose configuration is then used.
+    data: rows or files, as for `train`; None: the data of the run or of `settings`.
+    samples, episodes: the number of first rows, and of episodes per row; None: all rows, one episode each.
+    run_dir: the parent of run directories; default: `runs`, or for a run the parent of its directory.
     settings, keywords: as for `train`.
     """
     keywords = {
@@ -142,7 +142,7 @@ def evaluate(
 
 
 def open_run(name: str | Path, run_dir: str | Path = "runs") -> Run:
-    """Open a run, under way or ended, by its directory or by its name in `run_dir`."""
+    """Open a running or finished run by its directory, or by its name in `run_dir`."""
     from asyncrl.commands import find_run
 
     if not str(name):

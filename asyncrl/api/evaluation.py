@@ -16,9 +16,9 @@ from asyncrl.registry import refuse_inside_run
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """The result of an evaluation, which is a run in `directory`. `metrics`: by name, for example
-    `val-core/all/sampled/mean@8`, with `mean` and, for means over samples, the interval `low` to `high` of
-    95% (docs/guides/after_a_run.md)."""
+    """The result of an evaluation, which is a run in `directory`. `metrics`: values by name, for example
+    `val-core/all/sampled/mean@8`, each with its `mean` and, for means over samples, the 95% interval from
+    `low` to `high` (docs/guides/after_a_run.md)."""
 
     directory: Path
     metrics: dict[str, dict[str, float]]
@@ -37,7 +37,7 @@ class Evaluation(msgspec.Struct, frozen=True):
         prefix = f"val-core/all/sampled/{measure}"
         means = [values["mean"] for name, values in self.metrics.items() if name.startswith(prefix)]
         if not means:
-            raise ConfigError(f"{self.directory}: has no {prefix}; its metrics are {', '.join(self.metrics)}")
+            raise ConfigError(f"{self.directory}: no metric {prefix}; available: {', '.join(self.metrics)}")
         return means[0]
 
 
@@ -65,7 +65,7 @@ def evaluate_model(
     )
     ending = LauncherProcess(request).wait(LineView(show))
     if ending.code:
-        raise RunError("the evaluation was interrupted; the same call continues it")
+        raise RunError("the evaluation was interrupted; repeat the call to continue it")
 
     directory = Path(ending.run_dir).absolute()
     written_metrics = (directory / "evaluation.json").read_bytes()

@@ -96,8 +96,8 @@ class LauncherProcess:
         self._stopped_at: float | None = None  # monotonic time of the first `stop`
         self._overdue_text = ""  # of a launcher that was killed, as it did not stop
 
-        cannot_start = "the launcher process cannot be started"
-        advice = "call asyncrl where it may start programs, with memory and a process to spare"
+        cannot_start = "the launcher process could not be started"
+        advice = "make sure that this process may start programs, and that the machine has enough free memory"
         with RunError.instead_of(OSError, text=cannot_start, advice=advice):
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "asyncrl.api.launcher"],
@@ -244,8 +244,8 @@ class LauncherProcess:
             return False
 
         self._overdue_text = (  # before the kill, whose end another waiting thread may see first
-            f"the launcher did not end within {stop_seconds:.0f} s after the stop (launch.stop_timeout is "
-            f"{stop_timeout:g} s), and was killed with all processes of the run; resume=auto goes on from "
+            f"the launcher did not exit within {stop_seconds:.0f} s after the stop (launch.stop_timeout is "
+            f"{stop_timeout:g} s), and was killed with all processes of the run; resume=auto continues from "
             "the last checkpoint"
         )
         self.kill()
@@ -354,7 +354,7 @@ def _run_request(request: LauncherRequest, message_pipe: IO[bytes]) -> LaunchEnd
     given_data = values.get("data", {})
     names_test = any(text.startswith("data.test=") for text in request.overrides) or "test" in given_data
     if "train" in given_data and config.data.test and not names_test:
-        print("the experiment's data.test is left out, as its rows may not fit yours; give test=…")
+        print("ignoring the experiment's data.test, because its rows may not match yours; pass test=…")
         config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, test=""))
 
     if request.dry_run:

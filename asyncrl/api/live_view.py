@@ -127,7 +127,7 @@ class GuardedView:
             with recorded():
                 self._stack.close()
             self._lines.print_line(
-                f"the live view has failed ({one_line(error)}), and the run goes on; `asyncrl status "
+                f"the live view failed ({one_line(error)}), but the run continues; `asyncrl status "
                 f"{self._run_dir}` shows it"
             )
 
@@ -294,8 +294,7 @@ class NotebookView(LineView):
         from asyncrl.launch.console_view import plain_line
 
         for row in self._feed.update():
-            for name in self._points.keys() & row.keys():
-                self._points[name][step_of(row)] = row[name]
+            add_points(self._points, row)
 
         state = self._feed.console.state
         drawn_html = run_html(state, self._points)
@@ -309,6 +308,19 @@ class NotebookView(LineView):
                 self._display = display(contents, raw=True, display_id=True)
             else:
                 self._display.update(contents, raw=True)
+
+
+def add_points(points_by_name: Mapping[str, Points], row: Mapping[str, float]) -> None:
+    """Add a metrics row to the curves. A run that was resumed from an earlier step repeats steps: what the
+    curves had from this step on is dropped."""
+    step = step_of(row)
+    if STEP_SECONDS in row:
+        for points in points_by_name.values():
+            while points and (newest_step := next(reversed(points))) >= step:
+                del points[newest_step]
+
+    for name in points_by_name.keys() & row.keys():
+        points_by_name[name][step] = row[name]
 
 
 # -- HTML ----------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def make_request(
     for setting in (*settings, keywords):
         if isinstance(setting, str):
             if "=" not in setting:
-                raise ConfigError(f"{setting!r}: is not an override; write KEY=VALUE")
+                raise ConfigError(f"{setting!r} is not an override; write KEY=VALUE")
             overrides.append(setting)
         elif isinstance(setting, Mapping):
             for name, value in setting.items():
@@ -74,7 +74,7 @@ def make_request(
                 values[section] = added_values
         else:
             raise ConfigError(
-                f"{setting!r}: is of type {type(setting).__name__}; settings are strings or dicts"
+                f"{setting!r}: unexpected type {type(setting).__name__}; settings are strings or dicts"
             )
 
     return LauncherRequest(
@@ -107,11 +107,11 @@ class ValueSaver:
             path = save_rows(value, key, self._directory / DATA_DIRECTORY)
             return self._path_in_run(f"{DATA_DIRECTORY}/{path.name}", path)
         if key in PLUGIN_KEYS and not (isinstance(value, str | Mapping) or callable(value) or value is None):
-            advice = "give a function or a class, a name, or {function: {option: value}}"
+            advice = "pass a function or a class, a name, or {function: {option: value}}"
             if inspect.iscoroutine(value):
                 value.close()  # otherwise Python warns that nobody has awaited it
-                advice = "give the async function itself, without calling it"
-            raise ConfigError(f"{key}: is of type {type(value).__name__}; {advice}")
+                advice = "pass the async function itself, without calling it"
+            raise ConfigError(f"{key}: unexpected type {type(value).__name__}; {advice}")
         if value is None or isinstance(value, str | int | float):
             return value
 
@@ -129,7 +129,8 @@ class ValueSaver:
             return [name for entry in entries for name in entry] if key in LIST_KEYS else entries
 
         raise ConfigError(
-            f"{key}: no key takes a value of type {type(value).__name__}; see docs/reference/configuration.md"
+            f"{key}: values of type {type(value).__name__} are not supported; "
+            "see docs/reference/configuration.md"
         )
 
     def _save_code(self, subject: Any, key: str) -> str:

@@ -38,8 +38,9 @@ class RunStatus(msgspec.Struct, frozen=True):
 
 
 class RunTurn(msgspec.Struct, frozen=True):
-    """A turn of a recorded episode. `context`: token ids that the template wrote before `ids`, which the
-    model sampled with these `logprobs` (natural logs); `versions`: the policy version that sampled each."""
+    """A turn of a recorded episode. `context`: the token ids that the template wrote before `ids`. The model
+    sampled `ids` with these `logprobs` (natural logs). `versions`: the policy version that sampled each
+    token."""
 
     context: tuple[int, ...]
     ids: tuple[int, ...]
@@ -48,9 +49,10 @@ class RunTurn(msgspec.Struct, frozen=True):
 
 
 class RunEpisode(msgspec.Struct, frozen=True):
-    """A recorded episode. `step`: that of its batch, None without one; `state`: trained, filtered, dropped or
-    failed, or one of an episode under way; `conversation`: as the reward saw it, without the text that
-    `reset` of a class of tools added to the prompt. `missing`: why turns are not kept, '' if all are."""
+    """A recorded episode. `step`: the step of its batch, None without a batch. `state`: trained, filtered,
+    dropped or failed, or the state of a running episode. `conversation`: the messages as the reward saw them,
+    without the text that `reset` of a tool class added to the prompt. `missing`: why turns are not stored; ''
+    if all are stored."""
 
     uid: str
     group: int
@@ -70,7 +72,8 @@ class RunEpisode(msgspec.Struct, frozen=True):
 
 
 class Run:
-    """A run by its directory, under way or ended. Methods read its files, and may be called in any thread."""
+    """A running or finished run, identified by its directory. Methods read its files, and may be called in
+    any thread."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.absolute()
@@ -106,7 +109,7 @@ class Run:
 
     def metrics(self) -> pyarrow.Table:
         """Return metrics.jsonl as a table: a row per step and per validation, a column per metric
-        (docs/reference/metrics.md), null where a row has none."""
+        (docs/reference/metrics.md), null where a row has no value."""
         import pyarrow
 
         from asyncrl.observe.files import read_rows
@@ -116,8 +119,8 @@ class Run:
         return pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
 
     def episodes(self, step: int | None = None) -> Iterator[RunEpisode]:
-        """Yield the recorded episodes of training, oldest group first: those of a step's batch, or all that
-        the run still has (`store.keep_bytes`). Loads the run's tools, and its tokenizer."""
+        """Yield the recorded training episodes, oldest group first: those of a step's batch, or all that are
+        still stored (`store.keep_bytes`). Loads the tools and the tokenizer of the run."""
         from asyncrl.config import read_config
         from asyncrl.data import Samples, samples_path
         from asyncrl.episodes.parts import EpisodeParts
@@ -145,7 +148,7 @@ class Run:
         **keywords: Any,
     ) -> Evaluation:
         """Evaluate the newest checkpoint with the configuration of this run. The arguments are those of
-        `asyncrl.evaluate`; without `data` the run's own test data are used."""
+        `asyncrl.evaluate`; without `data`, the run's test data are used."""
         return evaluate_model(
             str(self.directory),
             settings,
@@ -155,8 +158,8 @@ class Run:
         )
 
     def export(self, directory: str | Path, adapters: str = "merged") -> Path:
-        """Write the model of the newest checkpoint to a new directory for transformers, SGLang or vLLM, as
-        `asyncrl merge` does; `adapters="apart"`: the adapters alone. Return the directory."""
+        """Write the model of the newest checkpoint to a new directory for transformers, SGLang or vLLM, like
+        `asyncrl merge`; with `adapters="apart"`, write only the adapters. Return the directory."""
         from asyncrl.commands import merge
 
         merge.main([str(self.directory), str(directory), "--adapters", adapters])
@@ -164,7 +167,8 @@ class Run:
 
 
 class StartedRun(Run):
-    """A run whose launcher was started here. The run ends, with a checkpoint, when this process does."""
+    """A run whose launcher was started by this process. The run ends, with a checkpoint, when this process
+    ends."""
 
     def __init__(
         self,
@@ -180,11 +184,11 @@ class StartedRun(Run):
         self._started_at = time.monotonic()
 
     def wait(self, seconds: float = math.inf) -> StartedRun:
-        """Wait for the end of the run, and show it: in a live view on a terminal, if this is the main thread,
-        or in a notebook; elsewhere by the lines that its launcher prints. Ctrl-C stops the run with a
-        checkpoint, a second Ctrl-C kills it; either way KeyboardInterrupt is raised once the run has ended.
-        Raises RunError if the run failed, ConfigError if it found bad input after its start, TimeoutError if
-        it did not end within `seconds`."""
+        """Wait for the end of the run, and show it: in a live view on a terminal (in the main thread) or in a
+        notebook, elsewhere by printing the lines of its launcher. Ctrl-C stops the run with a checkpoint; a
+        second Ctrl-C kills it. In both cases KeyboardInterrupt is raised once the run has ended. Raises
+        RunError if the run failed, ConfigError if it found bad input after its start, TimeoutError if it did
+        not end within `seconds`."""
         with open_view(self.directory, self._show, self._started_at, self._caller_draws) as view:
             self._launcher.wait(view, seconds)
         return self
@@ -194,8 +198,8 @@ class StartedRun(Run):
         return self._launcher.is_running
 
     def stop(self) -> None:
-        """Ask for an end with a checkpoint (`launch.stop_timeout`), and return at once; `wait` waits for
-        it. `resume="auto"` continues the run later."""
+        """Request the end of the run with a checkpoint (`launch.stop_timeout`), and return at once; `wait`
+        waits for it. `resume="auto"` continues the run later."""
         self._launcher.stop()
 
     def kill(self) -> None:

@@ -40,14 +40,14 @@ def loadable_name(subject: Any, key: str, directory: Path) -> tuple[str, Path | 
     `directory` if its source was saved there: the name then begins with the file's path from there.
     ConfigError, which begins with `key`, for what no other process could load."""
     if isinstance(subject, functools.partial):
-        raise ConfigError(f"{key}: a partial cannot be loaded; give {{FUNCTION: {{option: value}}}} instead")
+        raise ConfigError(f"{key}: a partial cannot be loaded; pass {{FUNCTION: {{option: value}}}} instead")
     definition = _defined_object(subject)
     name = getattr(definition, "__qualname__", "")
     module_name = getattr(definition, "__module__", None)
     if not name or module_name is None or not callable(definition):
-        raise ConfigError(f"{key}: is of type {type(subject).__name__}; give a function or a class")
+        raise ConfigError(f"{key}: unexpected type {type(subject).__name__}; pass a function or a class")
     if name == "<lambda>":
-        raise ConfigError(f"{key}: a lambda has no name to load it by; write it as a function, with def")
+        raise ConfigError(f"{key}: a lambda cannot be loaded by name; write a function with def")
     if "." in name:
         raise ConfigError(
             f"{key}: {name} is defined inside another function or class; define it at the top level"
@@ -56,8 +56,8 @@ def loadable_name(subject: Any, key: str, directory: Path) -> tuple[str, Path | 
     module = sys.modules.get(module_name)
     if module is not None and getattr(module, name, None) is not subject:
         raise ConfigError(
-            f"{key}: {name} in {module_name} is now another object, or gone; give the current one, or give "
-            "yours another name"
+            f"{key}: {name} in {module_name} has been replaced or removed; pass the current object, or "
+            "rename yours"
         )
     if module_name not in MAIN_MODULES:
         return f"{module_name}:{name}", None
@@ -120,7 +120,7 @@ class SavedSource:
             raise self._refusal(name, f"not made by a def or class {name} at the top level; write one")
         node = nodes[-1]
         if definition is not subject and not node.decorator_list:
-            raise self._refusal(name, f"changed after its def or class; decorate it there: @… above {name}")
+            raise self._refusal(name, f"changed after its definition; decorate it there: @… above {name}")
         first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         source = "\n".join(cell.split("\n")[first_line - 1 : node.end_lineno])
 
@@ -145,7 +145,7 @@ class SavedSource:
             return
         self._added_names.add(name)
         if name not in namespace:
-            raise ConfigError(f"{self.key}: {self.root} uses {name}, which is not defined (any more)")
+            raise ConfigError(f"{self.key}: {self.root} uses {name}, which is not (or no longer) defined")
 
         value = namespace[name]
         if getattr(value, "__wrapped__", None) is getattr(builtins, name, name):
@@ -195,12 +195,12 @@ class SavedSource:
             return defining_cells[0], vars(sys.modules["__main__"])
         if defining_cells:
             raise self._refusal(
-                name, "a class without methods that several cells define; give it a method, or another name"
+                name, "a class without methods that several cells define; add a method, or rename it"
             )
 
         raise self._refusal(
             name,
-            "typed at a prompt that keeps no source (Python's own does from 3.13 on); put it in a file",
+            "typed at a prompt that keeps no source (Python's own does from 3.13 on); move it to a file",
         )
 
     def _refusal(self, name: str, reason: str) -> ConfigError:

@@ -29,20 +29,20 @@ def save_rows(rows: Any, key: str, directory: Path) -> Path:
     elif hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # pandas.DataFrame
         row_list = rows.to_dict("records")
     elif isinstance(rows, Iterable) and not isinstance(rows, Mapping):
-        advice = "give rows that can be read here, such as a list of dicts"
-        with ConfigError.instead_of(Exception, text=f"{key}: its rows cannot be read", advice=advice):
+        advice = "pass rows that this process can read, such as a list of dicts"
+        with ConfigError.instead_of(Exception, text=f"{key}: the rows cannot be read", advice=advice):
             row_list = list(rows)
     else:
         raise ConfigError(
-            f"{key}: is of type {type(rows).__name__}; give a list of dicts, or the path of a file"
+            f"{key}: unexpected type {type(rows).__name__}; pass a list of dicts, or the path of a file"
         )
     if not row_list:
-        raise ConfigError(f"{key}: has no rows")
+        raise ConfigError(f"{key}: no rows; pass at least one")
 
     lines: list[bytes] = []
     for number, row in enumerate(row_list):
         if not isinstance(row, Mapping):
-            raise ConfigError(f"{key}[{number}]: is of type {type(row).__name__}; each row is a dict")
+            raise ConfigError(f"{key}[{number}]: unexpected type {type(row).__name__}; each row is a dict")
         _refuse_number_keys(row, f"{key}[{number}]")
         try:
             line = json.dumps(json_value(dict(row)), ensure_ascii=False, allow_nan=False)
@@ -76,7 +76,7 @@ def _save_table(table: Any, key: str, directory: Path) -> Path:
     import pyarrow.parquet
 
     if not table.num_rows:
-        raise ConfigError(f"{key}: has no rows")
+        raise ConfigError(f"{key}: no rows; pass at least one")
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(table, buffer)
     content = buffer.getvalue()
@@ -90,8 +90,8 @@ def _refuse_number_keys(value: Any, where: str) -> None:
         for name, entry in value.items():
             if not isinstance(name, str):
                 raise ConfigError(
-                    f"{where}: has the key {name!r} of type {type(name).__name__}, which tools and rewards "
-                    "would get as a text; make it one, here with str(…) and where it is looked up"
+                    f"{where}: the key {name!r} is of type {type(name).__name__}, but tools and rewards "
+                    "would receive a string; convert it with str(…), both here and where it is looked up"
                 )
             _refuse_number_keys(entry, f"{where}.{name}")
     elif isinstance(value, list | tuple):

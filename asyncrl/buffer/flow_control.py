@@ -2,7 +2,7 @@
 
 `FlowControl`, an integral controller, keeps the fraction of stale tokens within a budget. `KvCap` keeps to
 the memory of the servers. `LiveLimit` applies both in a run. Formulas and reasons:
-docs/background/staleness.md, section 1.
+docs/background/staleness.md, section 1, and docs/dev/proofs.md.
 """
 
 from __future__ import annotations

@@ -50,19 +50,19 @@ MAX_LOGPROB = 0.01  # highest log-prob of a token, as engines may round up
 
 def decode_turn(payload: bytes) -> Turn:
     """Decode a turn. ProtocolError if the payload is no turn."""
-    with ProtocolError.instead_of(*UNDECODABLE, text="a turn that cannot be decoded"):
+    with ProtocolError.instead_of(*UNDECODABLE, text="a turn cannot be decoded"):
         return _turn_decoder.decode(payload)
 
 
 def decode_part(payload: bytes) -> TurnPart:
     """Decode a part of a turn. ProtocolError if the payload is no part."""
-    with ProtocolError.instead_of(*UNDECODABLE, text="a part of a turn that cannot be decoded"):
+    with ProtocolError.instead_of(*UNDECODABLE, text="a part of a turn cannot be decoded"):
         return _part_decoder.decode(payload)
 
 
 def decode_reply(payload: bytes) -> TurnReply:
     """Decode the replies to a turn. ProtocolError if the payload has no replies."""
-    with ProtocolError.instead_of(*UNDECODABLE, text="replies that cannot be decoded"):
+    with ProtocolError.instead_of(*UNDECODABLE, text="replies cannot be decoded"):
         return _reply_decoder.decode(payload)
 
 
@@ -82,7 +82,7 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
     _check_sampled(f"episode {uid} turn {turn.index}", generation, vocabulary)
 
     if turn.context and max(turn.context) >= vocabulary:
-        raise ProtocolError(f"episode {uid} turn {turn.index}: {max(turn.context)} is no token")
+        raise ProtocolError(f"episode {uid} turn {turn.index}: {max(turn.context)} is not a token")
 
     routes = generation.routes
     if routes is not None and (
@@ -90,7 +90,7 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
     ):
         raise ProtocolError(
             f"episode {uid} turn {turn.index}: routes of {routes.tokens} tokens from position {routes.start} "
-            f"in {len(routes.data)} bytes, which is no multiple of 2 for each token"
+            f"in {len(routes.data)} bytes, which is not a multiple of 2 for each token"
         )
 
     if (scores := generation.scores) is not None:
@@ -106,7 +106,7 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
                 f"episode {uid} turn {turn.index}: scores of {byte_counts} bytes, {logprob_bytes} expected"
             )
         if (lowest_id := np.frombuffer(scores.ids, "<i4").min(initial=0)) < 0:
-            raise ProtocolError(f"episode {uid} turn {turn.index}: scores of {lowest_id}, which is no token")
+            raise ProtocolError(f"episode {uid} turn {turn.index}: scores of {lowest_id}, not a token")
 
     if not 0 <= turn.row <= rows:
         raise ProtocolError(f"episode {uid} turn {turn.index}: row {turn.row} follows {rows} rows")
@@ -124,7 +124,7 @@ def check_part(uid: str, part: TurnPart, vocabulary: int = MAX_VOCABULARY) -> No
     check_logprobs(subject, part.sampled)
 
     if part.sampled.routes is not None:
-        raise ProtocolError(f"{subject}: it has routes")
+        raise ProtocolError(f"{subject}: unexpected routes")
 
 
 def _check_sampled(subject: str, sampled: Generation, vocabulary: int) -> None:
@@ -143,7 +143,7 @@ def _check_sampled(subject: str, sampled: Generation, vocabulary: int) -> None:
         )
 
     if sampled.ids and max(sampled.ids) >= vocabulary:
-        raise ProtocolError(f"{subject}: {max(sampled.ids)} is no token")
+        raise ProtocolError(f"{subject}: {max(sampled.ids)} is not a token")
     if any(span.version < 0 for span in sampled.spans):
         raise ProtocolError(f"{subject}: versions {[span.version for span in sampled.spans]}")
 
@@ -155,7 +155,7 @@ def check_logprobs(subject: str, sampled: Generation) -> None:
     """
     logprobs = sampled.logprobs
     if logprobs and not (math.isfinite(sum(logprobs)) and max(logprobs) <= MAX_LOGPROB):
-        raise ProtocolError(f"{subject}: log-probs that are no finite numbers up to 0")
+        raise ProtocolError(f"{subject}: log-probs that are not finite numbers up to 0")
 
 
 def add_turn(episode: EpisodeRecord, turn: Turn, seconds: float = 0.0) -> None:

@@ -112,7 +112,7 @@ class EpisodeRecord(msgspec.Struct, gc=False, array_like=True):
     def ending(self) -> str:
         """The final state with its reason, as text for people."""
         zero_variance = self.reason == FilterReason.ZERO_VARIANCE
-        reason = "all of its episodes earned the same" if zero_variance else self.reason
+        reason = "all of its episodes have the same reward" if zero_variance else self.reason
         return f"{self.state} ({reason})"
 
     def prepare_retry(self, reason: FailReason, retries: int) -> bool:

@@ -1,6 +1,6 @@
 """Staleness of tokens: the arithmetic by which no token older than max_staleness is trained.
 
-The rules and proofs are in docs/background/staleness.md.
+The rules are in docs/background/staleness.md, the proofs in docs/dev/proofs.md.
 
 V is the version that the step in training starts from (completed optimizer batches), s the version that
 sampled a token, and lag = V - s. Versions of a branch that a rollback has left can be ahead of V; their
@@ -8,7 +8,7 @@ distance counts.
 
 With `on_stale=hold` a group whose oldest token was sampled by version s may be trained until the step that
 starts from version s + max_staleness, where the group is due. While at most as many groups are due by each
-batch as slots are left until then, every group can be taken in time (proof: docs/background/staleness.md).
+batch as slots are left until then, every group can be taken in time (proof: docs/dev/proofs.md).
 """
 
 from __future__ import annotations

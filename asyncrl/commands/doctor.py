@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from textwrap import indent
 
 from asyncrl.commands import command_parser
 from asyncrl.config.composition import compose
 from asyncrl.errors import MissingKeyError
+from asyncrl.observe.wrapping import fit_terminal
 from asyncrl.registry import search_working_directory
 from asyncrl.values import printable
 
@@ -22,6 +24,7 @@ hub is fetched, and a sandbox tried. OVERRIDES are those of asyncrl train.
 
 Exit code 0 without errors, 2 with some.
 """
+TEXT_COLUMN = 24  # column at which the texts begin
 NO_MODEL = ["model.path=none", "data.train=none"]  # Overrides for checks that need neither model nor data.
 
 
@@ -48,9 +51,10 @@ def main(argv: list[str]) -> int:
     levels = list[str]()
     for level, text, subject in collect_notes(checks, Inputs(config)):  # each as soon as its check has run
         first_line, _, more_lines = printable(text).partition("\n")
-        print(f"{level:<8} {subject:<14} {first_line}", flush=True)
+        print(fit_terminal(f"{level:<8} {subject:<14} {first_line}", sys.stdout, TEXT_COLUMN), flush=True)
         if more_lines:
-            print(indent(more_lines, " " * 24, lambda line: True))
+            indented_lines = indent(more_lines, " " * TEXT_COLUMN, lambda line: True)
+            print(fit_terminal(indented_lines, sys.stdout, hanging_indent=0))
         levels.append(level)
 
     counts = ", ".join(f"{levels.count(level)} {level}" for level in ("ok", "warning", "error", "skipped"))

@@ -39,7 +39,7 @@ Find what limits a run, and predict other settings by a simulation from its meas
   asyncrl plan demo --tail 2                long responses and slow tools twice as far from the median
   asyncrl plan experiment=calculator        without a run: two short ones measure first, one with fewer slots
 
-docs/guides/scale.md says what is assumed, and how far predictions were off."""
+docs/guides/scale.md says what is assumed; docs/dev/planning.md, how far predictions were off."""
 
 Keys = dict[str, int]
 SLOTS_KEY = "rollout.slots"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import platform
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from asyncrl.observe.alerts import Alert, unless_quoted
 from asyncrl.observe.files import read_status, read_summary
 from asyncrl.observe.metrics import OF_STEP, clock_text, duration_text, figures
 from asyncrl.observe.summary import NOT_CONSERVED, account_line
+from asyncrl.observe.wrapping import fit_terminal
 from asyncrl.values import printable
 
 NO_STEPS = "an evaluation, without steps,"
@@ -33,7 +35,7 @@ def main(argv: list[str]) -> int:
         now = time.time()
         ending_text = describe_ending(run_dir)
         lines = describe_run(run_dir, ending_text, now)
-        print(*map(printable, lines), sep="\n", flush=True)
+        print(fit_terminal("\n".join(map(printable, lines)), sys.stdout), flush=True)
         if ending_text or not options.watch:
             return 1 if any(NOT_CONSERVED in line for line in lines) else 0
         time.sleep(WATCH_INTERVAL)

@@ -29,10 +29,10 @@ RUN_DIRECTORY_MARK = "\0run directory"
 """Stands for the run's directory in texts of `values`, as only the composed configuration names it."""
 MANY_NAMES_KEY = "rollout.reward"  # takes several names with options; keys of the same type take one
 HYDRA_FLAGS = {
-    "config-path": "--config-dir DIR names a directory with groups of your own",
-    "config-name": "experiment=NAME reads experiment/NAME.yaml, also the one in the DIR of --config-dir DIR",
-    "multirun": "there are no sweeps; run one command for each value",
-    "cfg": "--dry-run prints the configuration",
+    "config-path": "use --config-dir DIR for a directory with your own groups",
+    "config-name": "use experiment=NAME, which reads experiment/NAME.yaml, also from the DIR of --config-dir",
+    "multirun": "sweeps are not supported; run one command for each value",
+    "cfg": "use --dry-run to print the configuration",
 }
 NOT_TEXT_STARTS = ("[", "{", '"', "'")  # beginnings of lists, mappings and quoted texts
 
@@ -61,8 +61,8 @@ def compose(
     coef_set = "kl.coef" in keys or kl.coef != KLConfig().coef
     if kl.where == "none" and kl.coef and coef_set and "kl.where" not in keys:
         raise ConfigError(
-            f"kl.coef={kl.coef:g} has no effect: kl.where is none; add kl.where=loss_unweighted (as in "
-            "verl and TRL), loss or reward, or leave it out"
+            f"kl.coef={kl.coef:g} has no effect, because kl.where is none; add kl.where=loss_unweighted (as "
+            "in verl and TRL), loss or reward, or remove kl.coef"
         )
 
     return config
@@ -167,10 +167,10 @@ def _compose_config(
         mark = error.problem_mark
         problem = error.problem or error.context
         location = f"{mark.name}, line {mark.line + 1}" if mark else "configuration"
-        raise ConfigError(f"{location}: is not YAML ({problem}); correct the file") from None
+        raise ConfigError(f"{location}: not valid YAML ({problem}); correct the file") from None
     except UnicodeDecodeError:
         raise ConfigError(
-            f"{_first_file_not_utf8(config_dir)}: is not text in UTF-8; save it as such"
+            f"{_first_file_not_utf8(config_dir)}: not UTF-8 text; save the file as UTF-8"
         ) from None
     except RecursionError:
         raise ConfigError("configuration: a value is nested too deeply; flatten it") from None
@@ -209,7 +209,7 @@ def config_root() -> Path:
         if (root / "configs" / "config.yaml").is_file():
             return root.resolve()
     raise ConfigError(
-        "no configs/config.yaml beside the package; install asyncrl again, or work in a checkout"
+        "configs/config.yaml is missing beside the package; reinstall asyncrl, or work in a checkout"
     )
 
 
@@ -296,8 +296,8 @@ def _explain_error(error: Exception, given_keys: Iterable[str]) -> ConfigError:
     text = " ".join(str(error).split()).partition(" See https://")[0].partition(" Config search path:")[0]
     if override := getattr(error, "override", None):
         text = (
-            f"cannot read the override {override!r}: {text}; close brackets and quotes, and within brackets "
-            "quote texts that have characters other than letters, digits and /._-+*, such as \"['a=b']\""
+            f"cannot read the override {override!r}: {text}; close all brackets and quotes, and within "
+            "brackets quote values with characters other than letters, digits and /._-+*, such as \"['a=b']\""
         )
 
     key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
@@ -361,9 +361,9 @@ def _advice_for_key(key: str) -> str:
     our_key, note = row or next((row for name, row in verl_keys.items() if fnmatchcase(key, name)), ["", ""])
     note = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", note).replace("`", "")
     if our_key:
-        return f"here it is {our_key} ({note})" if note else f"here it is {our_key}"
+        return f"in asyncrl it is {our_key} ({note})" if note else f"in asyncrl it is {our_key}"
     if note:
-        return f"none here, because {note}"
+        return f"asyncrl has no such key: {note}"
 
     known_names = dict.fromkeys([*groups, *_known_keys()])
     nearest_names = difflib.get_close_matches(key, known_names, n=3, cutoff=0.5)

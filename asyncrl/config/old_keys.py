@@ -10,8 +10,8 @@ RENAMED_KEYS: dict[str, str] = {}
 
 # Keys without a successor, or whose successor takes other values, each with the advice of its refusal.
 REMOVED_KEYS = {
-    "critic.backbone": "a critic is always a model of its own; remove the key",
-    "critic.coef": "a critic has an optimizer of its own, with critic.lr; remove the key",
+    "critic.backbone": "a critic is always a separate model; remove the key",
+    "critic.coef": "a critic has its own optimizer, with critic.lr; remove the key",
 }
 
 NO_VALUE = object()  # what a tree without a key has for the key
@@ -20,7 +20,7 @@ NO_VALUE = object()  # what a tree without a key has for the key
 def old_key_advice(key: str) -> str:
     """Return the advice on a dotted key of an earlier version; '' for other keys."""
     if new_key := RENAMED_KEYS.get(key):
-        return f"its name is {new_key} now"
+        return f"it is now called {new_key}"
     return REMOVED_KEYS.get(key, "")
 
 

@@ -83,7 +83,7 @@ def _explain_error(complaint: str) -> str:
     elif problem.startswith("Expected `array`"):
         hint = f"; write a list: {key}=[NAME]"
     elif problem.startswith("Expected `object`"):
-        hint = f"; it is a section, with keys of its own: {key}.KEY=…"
+        hint = f"; it is a section, so set its keys: {key}.KEY=…"
     elif problem.startswith("Expected `str`"):
         hint = "; write the text in quotes"
 
@@ -111,22 +111,22 @@ def _check_combinations(config: RunConfig) -> None:
         f"buffer.target_staleness ({buffer.target:g}) exceeds max_staleness ({buffer.max_staleness}): "
         "admission would run ahead of the bound; lower it": buffer.target > buffer.max_staleness,
         f"algorithm.steps_per_batch ({algorithm.steps_per_batch}) exceeds groups_per_batch "
-        f"({buffer.groups_per_batch}): a step would have no group": algorithm.steps_per_batch
+        f"({buffer.groups_per_batch}), so a step would have no group; lower it": algorithm.steps_per_batch
         > buffer.groups_per_batch,
         f"weights.every ({weights.every}) exceeds max_staleness + 1 ({buffer.max_staleness + 1}): "
-        "engines would be too old to start an episode": weights.every > buffer.max_staleness + 1,
-        f"engine.urls names a server twice ({', '.join(engine.urls)}): each has one supervisor": (
+        "engines would be too old to start an episode; lower it": weights.every > buffer.max_staleness + 1,
+        f"engine.urls lists a server twice ({', '.join(engine.urls)}); list each server once": (
             len({url.rstrip("/") for url in engine.urls}) < len(engine.urls)
         ),
         f"weights.transport {weights.transport} needs servers; set engine=sglang, or "
         "weights.transport=disk": (weights.transport != "disk" and not engine.remote),
-        "weights.adapters needs whole files, and adapters: set model.lora_rank, weights.transport=disk and "
-        "full_every=1, or leave it out": weights.adapters is True
+        "weights.adapters=true needs adapters in complete files: set model.lora_rank, weights.transport=disk "
+        "and full_every=1, or remove it": weights.adapters is True
         and not (config.adapters and weights.transport == "disk" and weights.full_every == 1),
-        "agents: only the requests of an agent program have names; set rollout.agent": bool(
+        "agents: only the requests of an agent program name an agent; set rollout.agent": bool(
             config.agents and not rollout.agent
         ),
-        "agents need versions of adapters alone; set weights.transport=disk, full_every=1 and, with "
+        "agents need versions that contain only adapters; set weights.transport=disk, full_every=1 and, with "
         "engine.urls, adapters=true": bool(config.agents and not config.adapters_apart),
         "trainer.router_replay needs engine=sglang; set that, or trainer.router_replay=false": (
             trainer.router_replay and not engine.remote
@@ -134,26 +134,26 @@ def _check_combinations(config: RunConfig) -> None:
         "trainer.router_replay does not work with trainer.compile=true; set one of them to false": (
             trainer.router_replay and trainer.compile
         ),
-        "weights.full_every is for files: what is sent goes straight into a server, which knows no deltas; "
-        "use weights.transport=disk": weights.full_every > 1 and weights.transport != "disk",
-        f"buffer.max_bytes ({buffer.max_bytes}) holds less than a batch of episodes ({batch_bytes} bytes: "
-        f"{rollout.rows} rows of max_tokens each); raise it, or lower rollout.max_tokens, max_rows": (
+        "weights.full_every > 1 works only with files, as a server cannot apply deltas that it receives; use "
+        "weights.transport=disk": weights.full_every > 1 and weights.transport != "disk",
+        f"buffer.max_bytes ({buffer.max_bytes}) is less than a batch of episodes needs ({batch_bytes} bytes: "
+        f"{rollout.rows} rows of max_tokens each); raise it, or lower rollout.max_tokens or max_rows": (
             buffer.max_bytes < batch_bytes
         ),
         f"rollout.max_new_tokens ({rollout.max_new_tokens}) exceeds max_tokens "
-        f"({rollout.max_tokens})": rollout.max_new_tokens > rollout.max_tokens,
-        "rollout.agent leads episodes itself, with what its requests bring; clear rollout.environment and "
-        "rollout.tools, or the agent": bool(rollout.agent and (rollout.environment or rollout.tools)),
-        f"checkpoint.directory ({directory}) is relative, and not all processes run here; give an absolute "
+        f"({rollout.max_tokens}); lower it": rollout.max_new_tokens > rollout.max_tokens,
+        "rollout.agent runs episodes itself, with the tools of its requests; remove rollout.environment and "
+        "rollout.tools, or rollout.agent": bool(rollout.agent and (rollout.environment or rollout.tools)),
+        f"checkpoint.directory ({directory}) is relative, but not all processes run here; set an absolute "
         "path or a URL": bool(directory) and "://" not in directory and not directory.startswith("/"),
         f"trainer.replicas ({trainer.replicas}) {uneven_advice}": trainer.ranks % trainer.replicas > 0,
         f"trainer.sequence_parallel ({trainer.sequence_parallel}) {uneven_advice}": (
             trainer.ranks % trainer.sequence_parallel > 0
         ),
-        "trainer.sequence_parallel cuts packed rows; set trainer.packing to packed or tree": (
+        "trainer.sequence_parallel splits packed rows; set trainer.packing to packed or tree": (
             trainer.sequence_parallel > 1 and trainer.packing == "padded"
         ),
-        "trainer.sequence_parallel is not tried with compiled layers; set trainer.compile=false": (
+        "trainer.sequence_parallel has not been tested with compiled layers; set trainer.compile=false": (
             trainer.sequence_parallel > 1 and trainer.compile
         ),
         "checkpoint.best needs validations; set data.test, validation.samples and validation.every": (
@@ -176,16 +176,16 @@ def _colocation_refusals(config: RunConfig) -> dict[str, bool]:
     devices = count * engine.tp if engine.remote else count
 
     return {
-        "engine.urls: the devices of these servers are not the trainer's; leave out engine.colocated, or the "
+        "engine.urls: these servers do not run on the trainer's devices; remove engine.colocated or the "
         "URLs": bool(engine.urls),
         f"engine.colocated ({engine.colocated}) must be {key} ({count}), or 0: all engines share the "
-        "trainer's devices, or none": engine.colocated != count,
-        f"engine.colocated: engines need {devices} devices, trainer.ranks={config.trainer.ranks}; set fewer "
-        f"{key}, or more ranks": devices > config.trainer.ranks,
-        "engine.colocated: engines wake from whole files; set weights.transport=disk and full_every=1": (
+        "trainer's devices, or none do": engine.colocated != count,
+        f"engine.colocated: engines need {devices} devices, but trainer.ranks={config.trainer.ranks}; lower "
+        f"{key}, or raise trainer.ranks": devices > config.trainer.ranks,
+        "engine.colocated: engines wake from complete files; set weights.transport=disk and full_every=1": (
             weights.transport != "disk" or weights.full_every > 1
         ),
-        "engine.colocated: scorers on engines would sleep with them; give scorers servers of their own": bool(
+        "engine.colocated: scorers on the engines would sleep with them; use separate scorer servers": bool(
             config.scorers_lent
         ),
         "engine.colocated needs all processes on one machine; set launch.kind=local": (

@@ -39,96 +39,99 @@ BYTES_PER_TOKEN = 24  # bytes of an encoded token at worst: id, log-prob, part o
 
 
 class ModelConfig(Section, frozen=True):
-    """The policy, a Hugging Face language model, alone or inside of a composite checkpoint, with its
+    """The policy: a Hugging Face language model, alone or inside a composite checkpoint, with its
     tokenizer."""
 
     path: RequiredPath
-    """Directory with config.json, model.safetensors, tokenizer.json and a chat template; or `owner/name` of
-    the Hugging Face hub, `@revision` if another than the newest is wanted."""
+    """Directory with config.json, model.safetensors, tokenizer.json and a chat template, or `owner/name` on
+    the Hugging Face hub, with `@revision` for another revision than the newest."""
     template: PathText = ""
-    """Chat template instead of the model's: a Jinja file, or `chatml_tools`, which comes with the package.
-    Exports contain it."""
+    """Chat template that replaces the model's: a Jinja file, or the built-in `chatml_tools`. Exports contain
+    it."""
     template_args: Options = {}
     """Arguments of the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
-    """Compute type of the trainer, which keeps weights that do not train in it; those that do, and the
-    optimizer, are float32. Also the type of published weights and of the embedded engine. auto: bfloat16 on
-    a GPU (on Ray one is expected, unless `device` is cpu) or CPU with instructions for it, else float32."""
+    """Compute type of the trainer, also used for frozen weights, published weights and the embedded engine.
+    Trained weights and the optimizer are float32. auto: bfloat16 on a GPU (expected on Ray, unless `device`
+    is cpu) or on a CPU with instructions for it, else float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the trainer ranks and embedded engines. Embedded engines take GPUs that no rank or scorer
-    uses, if any (`engine.colocated`: those of the ranks). On Ray one gets its own GPU only with `cuda`."""
+    """Device of trainer ranks and embedded engines. Embedded engines take GPUs that no rank or scorer uses,
+    if any (with `engine.colocated`: those of the ranks). On Ray an embedded engine gets its own GPU only with
+    `cuda`."""
     fp32_head: bool = False
-    """Compute logits in float32 under bfloat16 (in trainer)."""
+    """Compute the trainer's logits in float32 under bfloat16."""
     lora_rank: Count = 0
-    """Train low-rank adapters of this rank on the linear layers instead of the weights; 0: all weights."""
+    """Rank of low-rank adapters on the linear layers, trained instead of the weights; 0: train all
+    weights."""
     lora_alpha: Annotated[float, Meta(gt=0)] = 16.0
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_modules: list[str] = []
-    """Kinds of linear layers that adapters adapt, by the last part of their names, e.g. `[q_proj, v_proj]`;
-    empty: all of the text part, without those that servers do not take, where they get adapters alone."""
+    """Linear layers to adapt, by the last part of their names, e.g. `[q_proj, v_proj]`; empty: all in the
+    text part, except those that servers do not accept if they get adapters alone."""
 
 
 class WeightedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A source among several, with a fraction of the draws: its weight divided by the sum of all weights."""
+    """One source of several, with its fraction of the draws: its weight divided by the sum of all weights."""
 
     path: RequiredPath
     weight: Annotated[float, Meta(gt=0)]
 
 
 class DataConfig(Section, frozen=True):
-    """Prompts, with verl's columns or others."""
+    """Prompts, in verl's columns or others."""
 
     train: RequiredPath | Annotated[list[RequiredPath | WeightedSource], Meta(min_length=1)]
-    """Training samples: a file (parquet, jsonl, json, csv), a directory of tasks, a pattern, a hub data set
-    `hf:OWNER/NAME:CONFIG:SPLIT`; or several, all with weights `{path, weight}` or none."""
+    """Training samples: a file (parquet, jsonl, json, csv), a directory of tasks, a glob pattern, or a hub
+    data set `hf:OWNER/NAME:CONFIG:SPLIT`; or a list of these, all with weights `{path, weight}` or none."""
     test: PathText | list[RequiredPath] = ""
-    """Held-out samples, in the same ways, without weights; empty: no validation."""
+    """Held-out samples, given like `train`, without weights; empty: no validation."""
     columns: dict[str, str] = {}
-    """Parts of a sample that other columns hold, e.g. `{prompt: question, ground_truth: answer.value}`."""
+    """Columns that hold the parts of a sample, e.g. `{prompt: question, ground_truth: answer.value}`."""
     dataset: Plugin = ""
-    """Reader of the sources: `module:class` or `file.py:class`, called with the path of each, an iterable of
+    """Custom reader, `module:class` or `file.py:class`: called with the path of each source, an iterable of
     rows; empty: the readers of the formats above."""
     system_prompt: str = ""
-    """System message for prompts that bring none."""
+    """System message for prompts without one."""
     filter_overlong: bool = False
     """Leave out prompts after which `rollout.max_tokens` has no room for a turn of `rollout.max_new_tokens`,
-    and demonstrations that are longer; without it the checks before the start warn of them."""
+    and demonstrations that are longer. If false, the checks before the start warn of them."""
     order: Plugin = ""
-    """Order of the samples in an epoch: `module:function` or `file.py:function`, called with the samples, the
-    numbers of those drawn, and the epoch; gives the numbers in their new order."""
+    """Custom order of samples in an epoch, `module:function` or `file.py:function`: called with the samples,
+    the numbers of those drawn, and the epoch, returns the numbers in their new order."""
     shuffle: bool = True
-    """Shuffle the samples anew in each epoch, by `seed`."""
+    """Reshuffle the samples in each epoch, by `seed`."""
     epochs: Count = 0
     """Passes over the training samples; 0: as many as `total_steps` needs."""
     at_end: Literal["flush", "drop"] = "flush"
-    """Action at an end of the data with less than a batch live: train a short batch, or drop it
-    (`end_of_data`)."""
+    """When the data ends with less than a batch live: train a short batch, or drop it (`end_of_data`)."""
 
 
 class WeightsConfig(Section, frozen=True):
-    """Sets how new versions reach the engines."""
+    """How new versions reach the engines."""
 
     every: Positive = 1
     """Publish after every k-th step."""
     directory: RequiredPath = "auto"
-    """`shm`: files on /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room. Versions are
-    copied to other machines. Or an absolute path that all machines share; the run makes a directory there."""
+    """`shm`: files in /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room. Versions are
+    copied to other machines. Or an absolute path that all machines share, in which the run creates a
+    directory."""
     deadline: Seconds = 60.0
-    """An engine that has not loaded a version in this time is reported and gets the latest one."""
+    """An engine that has not loaded a version within this time is reported and gets the newest one."""
     transport: Literal["disk", "collective"] = "disk"
-    """`disk`: files. For sglang also `collective`: broadcast through a process group of each server's own."""
+    """`disk`: files. `collective` (sglang only): broadcast through a process group per server."""
     full_every: Positive = 1
-    """disk: publish every k-th version whole; of those between only the bytes that changed, compressed."""
+    """disk: publish every k-th version whole, and of the others only the changed bytes, compressed."""
     bucket_bytes: Annotated[int, Meta(ge=1 << 10)] = 256 << 20
-    """Tensors are gathered, written and broadcast in buckets of about this size."""
+    """Approximate size of the buckets in which tensors are gathered, written and broadcast."""
     mode: Literal["in_place", "retract", "abort"] = "in_place"
-    """sglang, requests under way at an update: keep their KV cache, recompute it, or end and resume them."""
+    """sglang: requests in progress at an update keep their KV cache, recompute it, or are aborted and
+    resumed."""
     rolling: bool = True
     """Update servers one after another, so that generation never stops everywhere."""
     adapters: Literal["auto"] | bool = "auto"
-    """Publish LoRA adapters alone, which engines load beside the model (true), or merged into its weights,
-    with which servers sample faster (false). auto: alone for the embedded engine, and for servers that the
-    run starts where `agents` have adapters."""
+    """Publish LoRA adapters alone, to be loaded beside the model (true), or merged into its weights, which
+    lets servers sample faster (false). auto: alone for the embedded engine, and for servers started by the
+    run if `agents` have adapters."""
 
 
 Tracker = Literal[
@@ -140,11 +143,11 @@ class ObserveConfig(Section, frozen=True):
     """Console and trackers."""
 
     console: Literal["auto", "live", "plain", "off"] = "auto"
-    """Live view on a terminal, where in `asyncrl train` and `sft` the keys `g` and `b` show the newest good
-    and bad transcript; elsewhere a line for each step."""
+    """Live view on a terminal (in `asyncrl train` and `sft` the keys `g` and `b` show the newest good and bad
+    transcript); elsewhere one line per step."""
     trackers: list[Tracker] = []
-    """Trackers beside metrics.jsonl; wandb and swanlab need a login, or to be offline (`WANDB_MODE=offline`).
-    The others, except tensorboard, run through accelerate: they get only numbers and the configuration."""
+    """Trackers in addition to metrics.jsonl. wandb and swanlab need a login or offline mode
+    (`WANDB_MODE=offline`); the others, except tensorboard, get only numbers and the configuration."""
     project: Text = "asyncrl"
     """Project name for trackers."""
 
@@ -155,53 +158,55 @@ class LaunchConfig(Section, frozen=True):
     kind: Literal["local", "ray"] = "local"
     """Local subprocesses, or Ray actors."""
     ray_address: str = ""
-    """Ray cluster; empty: a local one is started."""
+    """Ray cluster to use; empty: start a local one."""
     pools: dict[Literal["engine", "rollout", "scorer", "trainer"], Text] = {}
-    """Ray: the resource that machines of a role must have, from `ray start --resources='{"NAME": 1}'` or
-    Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
+    """Ray: resource that machines of a role must have, from `ray start --resources='{"NAME": 1}'` or Ray's
+    own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
     gpus: dict[Literal["engine", "rollout", "scorer", "trainer"], Annotated[float, Meta(ge=0)]] = {}
-    """Ray: GPUs of each process of a role, e.g. `{rollout: 0.5}` for two on one. Others: one for a rank,
-    `tp` for a server, one for a worker with an embedded engine if `model.device` is cuda."""
+    """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two on one. Other roles: one per rank, `tp`
+    per server, one per worker with an embedded engine if `model.device` is cuda."""
     host: Text = "127.0.0.1"
-    """Address of this machine that the coordinator binds to, and all others dial. `0.0.0.0`: it binds to all,
-    and they dial the one of the default route."""
+    """Address of this machine that the coordinator binds to and all others dial. `0.0.0.0`: it binds to all
+    addresses, and the others dial that of the default route."""
     port: Annotated[int, Meta(ge=0, le=65533)] = 0
-    """Control port; the next two are those of bulk data and of weights. 0: free ones."""
+    """Control port; the next two are for bulk data and weights. 0: free ports."""
     restarts: Count = 5
-    """Restarts per role before the run is given up; earlier ones do not count after 10 minutes and a step."""
+    """Restarts per role before the run is given up. Restarts are forgotten after 10 minutes and a step."""
     threads: Positive = 1
-    """OpenMP threads of each worker (for an embedded engine) and of each trainer rank. If there are
-    more threads than cores, they wait for each other: four on two cores turned 7 s of work into 95 s."""
+    """OpenMP threads of each worker (for an embedded engine) and trainer rank. More threads than cores slow
+    each other down."""
     lease: Seconds = 30.0
-    """A worker silent for this long loses its episodes. A weight swap of an embedded engine silences it."""
+    """A worker that is silent for this long loses its episodes. An embedded engine is silent during a weight
+    swap."""
     start_timeout: Seconds = 120.0
-    """Deadline for a role to report in, beside the time to read models and a checkpoint at 50 MB/s."""
+    """Deadline for a role to report, in addition to the time to read models and a checkpoint at 50 MB/s."""
     stop_timeout: Seconds = 600.0
-    """Deadline of a graceful stop: the part of the plan under way and a checkpoint, which takes longer the
-    larger the model (12 bytes a parameter; one that is being written is ended first). A second Ctrl-C ends
-    it."""
+    """Deadline of a graceful stop, which ends with a checkpoint (12 bytes per parameter, after any that is
+    being written). A second Ctrl-C ends it at once."""
     stall_timeout: Seconds = 300.0
     """A run without a sign of life for this long, beyond the longest deadline of a wait, has stalled:
-    processes that hang are replaced, else the run ends, with a checkpoint and who waits for what."""
+    processes that hang are replaced, or the run ends with a checkpoint."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
-    """One run."""
+    """The run as a whole."""
 
     name: Text
     """Name of the run; its directory is `<run_dir>/<name>`."""
     run_dir: RequiredPath = "runs"
-    """Parent of run directories; a local disk."""
+    """Parent of run directories, on a local disk."""
     seed: int = 0
     """Seed of data order, sampling and initialisation."""
     total_steps: Count = 100
     """Optimizer batches to train; 0: no training, one validation of the model as it is (`asyncrl eval`)."""
     resume: Literal["auto", "never", "must"] = "never"
-    """Continue the run of that name: if there is one; never (an existing one is an error); or fail."""
+    """Continue the run of that name: `auto` if it exists; `never` (an existing run is an error); `must` fails
+    without one."""
     model: ModelConfig
     agents: dict[AgentName, AgentConfig] = {}
-    """LoRA adapters of agents by name, the `model` of their requests, e.g. `{planner: {lora_rank: 16}}`:
-    each trains on its agent's turns. Others' turns train the adapter of `model.lora_rank`, or none if 0."""
+    """LoRA adapters of agents by name, which is the `model` of their requests, e.g. `{planner: {lora_rank:
+    16}}`. Each trains on its agent's turns. Turns of other agents train the adapter of `model.lora_rank`, or
+    none if that is 0."""
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()

@@ -18,22 +18,21 @@ TEACHER_COEF = 0.5  # kl.coef from which kl.reference is a teacher; published pe
 
 
 class ScorerConfig(Section, frozen=True):
-    """Names a frozen model on SGLang servers of its own: `reference` for the KL, `teacher` (or several,
+    """A frozen model on SGLang servers of its own: `reference` for the KL; `teacher` (or several,
     `teacher_NAME`) for distillation, both with the policy's vocabulary; `reward` for a reward model or judge
-    of `rollout.reward`.
-    Started servers take the settings of `engine`, too."""
+    of `rollout.reward`. The settings of `engine` also apply to servers that are started."""
 
     path: PathText = ""
-    """Model directory or hub repository. The run starts servers with it; with `urls` it is only compared."""
+    """Model directory or hub repository from which servers are started; with `urls` it is only compared."""
     urls: list[str] = []
-    """Attach to these servers instead of starting any. `[engines]`: the run's engines score, with the base of
+    """Attach to these servers instead of starting any. `[engines]`: the run's engines score with the base of
     their adapters."""
     servers: Positive = 1
-    """Servers to start."""
+    """Number of servers to start."""
     tp: Positive = 1
     """Tensor-parallel size of a server (GPUs per server)."""
     sources: list[str] = []
-    """Teachers: data sources whose episodes it scores; empty: all that no other teacher names."""
+    """Teachers: data sources whose episodes this teacher scores; empty: all that no other teacher names."""
 
     @property
     def server_count(self) -> int:
@@ -66,33 +65,33 @@ def scorer_refusals(
     on_engines = {name: scorer for name, scorer in scorers.items() if ENGINES_URL in scorer.urls}
 
     return {
-        f"scorers.{', '.join(on_engines)}: urls=[engines] takes no other URL, path, servers or tp, and is "
-        "for no reward; leave these out, or give it servers of its own": bool(
+        f"scorers.{', '.join(on_engines)}: urls=[engines] excludes other URLs, path, servers and tp, and "
+        "cannot serve a reward; remove these, or use separate servers": bool(
             {*on_engines} & (asked_scorers | {"reward"})
         )
         or any(
             scorer.path or len(scorer.urls) > 1 or scorer.servers * scorer.tp > 1
             for scorer in on_engines.values()
         ),
-        f"scorers.{', '.join(on_engines)}: urls=[engines] needs engines that hold the base and its adapters "
-        "apart; set model.lora_rank and weights.adapters=true, or leave the scorer out": (
+        f"scorers.{', '.join(on_engines)}: urls=[engines] needs engines that hold the base model and its "
+        "adapters separately; set model.lora_rank and weights.adapters=true, or remove the scorer": (
             bool(on_engines) and not adapters_apart
         ),
-        f"rollout.reward asks scorer:{', '.join(sorted(unknown_scorers))}, which is not among scorers; "
+        f"rollout.reward uses scorer:{', '.join(sorted(unknown_scorers))}, which scorers does not define; "
         "add it there": bool(unknown_scorers),
-        f"scorers.{', '.join(without_model)}: neither a model nor servers; set path, or urls": bool(
+        f"scorers.{', '.join(without_model)}: neither a model nor servers are set; set path or urls": bool(
             without_model
         ),
-        "scorers: sources are for teachers; the reference scores all turns, and rollout.reward asks the "
+        "scorers: only teachers take sources; the reference scores all turns, and rollout.reward calls the "
         "reward model": any(scorer.sources for name, scorer in scorers.items() if name not in teachers),
         f"scorers: {' and '.join(teachers)} score the same data source; give each its own in sources": (
             len({*scored_sources}) < len(scored_sources)
         ),
-        f"rollout.temperature ({rollout.temperature:g}): servers give log-probs of what they read at "
-        "temperature 1 only; set 1, or leave out scorers.reference and teachers": (
+        f"rollout.temperature ({rollout.temperature:g}): servers score turns at temperature 1 only; "
+        "set it to 1, or remove scorers.reference and teachers": (
             rollout.temperature != 1 and bool({*scorers} - {"reward"})
         ),
-        "kl.reference, scorers.reference and teachers are two references or more; leave all but one out": (
+        "kl.reference, scorers.reference and teachers are alternatives; keep only one of them": (
             bool(reference) + ("reference" in scorers) + bool(teachers) > 1
         ),
     }

@@ -22,40 +22,38 @@ class BufferConfig(Section, frozen=True):
     episodes_per_group: Positive = 8
     """Episodes per sample."""
     max_staleness: Count = 16
-    """Bound on the lag of every trained token, in optimizer batches. 0: synchronous. Only tokens of the
-    slowest episodes come near it: `target_staleness` sets the lag of the others."""
+    """Maximum lag of every trained token, in optimizer batches. 0: synchronous. Only tokens of the slowest
+    episodes come near it; `target_staleness` sets the lag of the others."""
     target_staleness: Annotated[float, Meta(ge=0)] | Literal["auto"] = "auto"
-    """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: adapted after each batch, so that
-    `stale_budget` of the tokens are over the bound and, within that, the trainer is busy; it begins with
-    min(1/2, max_staleness), grows quickly while trainer and episodes only wait (for tools, for the reward),
-    and is at most 4, or max_staleness / 4 if that is more."""
+    """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: starts at min(1/2, max_staleness)
+    and adapts after each batch to keep the trainer busy within `stale_budget`; at most 4, or max_staleness /
+    4 if that is more."""
     stale_budget: Annotated[float, Meta(gt=0, le=1)] = 0.01
-    """With target_staleness=auto: share of the tokens that may go over the bound. A larger one makes runs
-    with slow tools or long episodes faster, but the first tokens of more of these episodes are not trained:
-    a larger max_staleness costs less."""
+    """With target_staleness=auto: share of the tokens that may exceed max_staleness. For runs with slow tools
+    or long episodes, a larger max_staleness costs less than a larger budget."""
     on_stale: Literal["mask", "hold", "drop"] = "mask"
-    """Tokens over the bound when a batch takes them: `mask` gives them weight zero, with `hold` the
-    batch waits for groups that would cross the bound, `drop` drops the trajectory."""
+    """Tokens over max_staleness when a batch takes them: `mask` gives them weight zero, `hold` makes the
+    batch wait for groups that would exceed it, `drop` drops the trajectory."""
     group_policy: Literal["auto", "complete", "partial"] = "auto"
-    """`complete`: a group is trained when all of its members have ended. `partial`: those that landed by a
-    deadline are trained then, late ones when they land. auto: `partial` where the algorithm stays unbiased
-    with it and on_stale is mask, else `complete`."""
+    """`complete`: train a group when all of its members have ended. `partial`: train members that ended by a
+    deadline then, late ones when they end. auto: `partial` if the algorithm stays unbiased with it and
+    on_stale is mask, else `complete`."""
     group_deadline: Seconds | Literal["auto"] = "auto"
-    """`partial`: seconds from the start of a group's first episode to the deadline, at which the members'
-    baseline is fixed. auto: the time in which half of the groups land all of their members."""
+    """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the baseline.
+    auto: the time in which half of the groups finish all of their members."""
     filter_zero_variance: bool = True
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8
-    """Limit on filtered groups per batch, in batches; then the batch is trained with the groups it has."""
+    """Filtered groups per batch, in batches, after which the batch is trained with the groups it has."""
     retire_pass_rate: Fraction = 1.0
-    """Samples whose share of positive rewards in a group reached this are not drawn again
+    """Do not draw samples again once their share of positive rewards in a group has reached this
     (no-positive-resampling); 1: off."""
     shift_fill: Fraction | Literal["auto"] = "auto"
     """With engine.colocated: share of a batch's groups that must be ready before the trainer gets the
-    devices; a smaller one makes more changes. auto: all groups; or what is ready, once no engine has sampled
-    for as long as both last changes took."""
+    devices. auto: all, or those that are ready once no engine has sampled for as long as the last two changes
+    took."""
     max_bytes: Positive = 1 << 30
-    """Admission stops while payloads of live episodes, at their worst case, would exceed this."""
+    """Admission stops if the worst-case payloads of live episodes would exceed this size."""
 
     @property
     def batch_size(self) -> int:
@@ -92,39 +90,38 @@ class BufferConfig(Section, frozen=True):
 
 
 class AlgorithmConfig(Section, frozen=True):
-    """Advantages, loss and behaviour correction; formulas and options of each name in
+    """Advantages, loss and behaviour correction. Names, options and when to use them:
     docs/reference/algorithms.md."""
 
     advantage: Plugin = "dr_grpo"
-    """Advantages of rewards: a registered name, `module:function` or `file.py:function`, or one with options,
-    e.g. `{gae: {gamma: 0.99, lam: 0.95}}`."""
+    """Advantage: a name, `module:function` or `file.py:function`, e.g. with options `{gae: {gamma: 0.99, lam:
+    0.95}}`."""
     normalise: Literal["auto", "none", "batch_std", "nonzero", "whiten", "whiten_running"] = "auto"
-    """Scaling of advantages by the batch; `auto`: what the advantage is defined with."""
+    """Scaling of advantages by the batch; `auto`: as the advantage defines it."""
     loss: Plugin = "reinforce"
-    """Policy loss: a registered name, `module:function` or `file.py:function`, or one with options, e.g.
-    `{ppo: {clip_high: 0.28}}`."""
+    """Policy loss: a name, `module:function` or `file.py:function`, e.g. with options `{ppo: {clip_high:
+    0.28}}`."""
     correction: dict[str, Options] | None = None
     """Behaviour correction: rules on rho by name, each with its options, e.g. `{mask: {low: 0.5}}`; null:
-    `mask` and `truncate`, but nothing for a loss that contains pi/mu itself. `{}`: none, refused for stale
-    data."""
+    `mask` and `truncate`, or nothing for a loss that contains pi/mu. `{}`: none, refused for stale data."""
     aggregation: Text = "token_mean"
-    """Aggregation of token losses to one number; normalisers are exact over the whole batch."""
+    """Aggregation of token losses into one number, exact over the whole batch."""
     shaping: dict[str, Options] = {}
     """Changes to the reward before advantages, by name, each with its options."""
     mask_truncated: bool = False
     """Keep episodes that hit a limit out of the loss (overlong filtering); their reward stays in the
     baseline."""
     entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
-    """Weight of the bonus for entropy over the whole vocabulary."""
+    """Weight of a bonus for entropy over the whole vocabulary."""
     steps_per_batch: Positive = 1
-    """Mini-batches, one optimizer step each, per batch and epoch. More than one: a barrier, the whole batch
-    must have arrived before the first."""
+    """Mini-batches per batch and epoch, one optimizer step each. More than one needs a barrier: the whole
+    batch must arrive before the first step."""
     epochs: Positive = 1
     """Passes over a batch; more than one needs the barrier, too."""
     prox: Literal["auto", "recompute", "loglinear", "current", "mu"] = "auto"
     """log prox: recomputed at the start of the batch, interpolated between mu and pi, pi itself, or mu (clips
-    are around mu then, without a weight: verl's bypass mode). `auto`: `current` for one optimizer step per
-    batch, where that is exact, else `recompute`."""
+    are then around mu, without a weight: verl's bypass mode). `auto`: `current` for one optimizer step per
+    batch, where it is exact, else `recompute`."""
     ess_lr: bool = False
     """Scale the learning rate by the square root of the batch's effective sample share, at least 0.1."""
 
@@ -150,25 +147,25 @@ class KLConfig(Section, frozen=True):
 
     where: Literal["none", "reward", "loss", "loss_unweighted"] = "none"
     """Subtract coef * KL from the token rewards, or add it to the loss: weighted by rho, since tokens come
-    from mu, or, as verl and TRL do, unweighted."""
+    from mu, or unweighted as in verl and TRL."""
     estimator: Literal["auto", "k1", "abs", "k2", "k3", "straight_through", "forward", "reverse", "js"] = (
         "auto"
     )
-    """Estimator per token; `straight_through`: the value of k3, the gradient of k2. `auto`: k1 in the reward,
-    k2 in the loss, whose gradients are those of the KL. `forward`, `reverse`, `js`: KL(ref, pi), KL(pi, ref)
-    and Jensen-Shannon over the whole vocabulary, in the loss."""
+    """Estimator per token. `straight_through`: value of k3, gradient of k2. `auto`: k1 in the reward, k2 in
+    the loss, whose gradients are those of the KL. `forward`, `reverse`, `js` (loss only): KL(ref, pi), KL(pi,
+    ref) and Jensen-Shannon over the whole vocabulary."""
     top_k: Annotated[int, Meta(ge=0, le=256)] = 0
-    """forward, reverse, js: over the reference's k most likely tokens, the sampled one and all others as one;
-    0: over all tokens, for which the reference has to be in the ranks."""
+    """forward, reverse, js: compare the reference's k most likely tokens, the sampled one and all others
+    together; 0: all tokens, which needs the reference in the trainer ranks."""
     coef: Annotated[float, Meta(ge=0)] = 1e-3
     """Initial coefficient."""
     target: Annotated[float, Meta(ge=0)] = 0.0
-    """KL per token that the coefficient is adapted to; 0: it is fixed."""
+    """KL per token to which the coefficient adapts; 0: fixed coefficient."""
     horizon: Positive = 10_000
-    """target: episodes over which the coefficient adapts."""
+    """Episodes over which the coefficient adapts to `target`."""
     reference: PathText = ""
-    """Model directory or hub repository of the reference; empty: that of `scorers`, or else the initial
-    policy (with LoRA: the model without the adapter)."""
+    """Model directory or hub repository of the reference; empty: that of `scorers`, else the initial policy
+    (with LoRA: the model without the adapter)."""
     prompt: str = ""
     """Text in front of the first message that the reference reads, so that the policy, or another model,
     teaches with a better prompt. `{ground_truth}` in it becomes that of the sample."""
@@ -186,14 +183,14 @@ class KLConfig(Section, frozen=True):
 
 
 class CriticConfig(Section, frozen=True):
-    """Value function, a model of its own, trained where the advantage needs values (gae)."""
+    """Value function, a separate model, trained if the advantage needs values (gae)."""
 
     path: PathText = ""
-    """Model directory or hub repository the critic starts from; empty: model.path."""
+    """Model directory or hub repository from which the critic starts; empty: model.path."""
     lr: Annotated[float, Meta(gt=0)] = 1e-5
     """Peak learning rate; the schedule is the policy's."""
     warmup_steps: Count = 0
-    """First batches that train the critic only."""
+    """Initial batches that train only the critic."""
     clip: Annotated[float, Meta(ge=0)] = 0.2
     """Range of the value clip around the value at the start of the batch; 0: off."""
 
@@ -202,17 +199,17 @@ class TrainerConfig(Section, frozen=True):
     """FSDP2 ranks and the optimizer."""
 
     ranks: Positive = 1
-    """Trainer processes."""
+    """Number of trainer processes."""
     replicas: Positive = 1
-    """Copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), for less traffic."""
+    """Copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), to reduce traffic."""
     sequence_parallel: Positive = 1
-    """Ranks that compute a micro-batch together, each a part of its packed rows (Ulysses), for long rows."""
+    """Ranks that share each micro-batch, with a part of its packed rows each (Ulysses), for long rows."""
     lr: Annotated[float, Meta(gt=0)] = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning-rate schedule after warm-up, by step, down to `lr_end` * lr at `total_steps`."""
+    """Schedule of the learning rate after warm-up, by step, down to `lr_end` * lr at `total_steps`."""
     lr_end: Fraction = 0.1
-    """Final learning rate as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
     warmup_steps: Count = 0
     """Steps of linear warm-up."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -221,33 +218,35 @@ class TrainerConfig(Section, frozen=True):
     """Weight decay; AdamW's is decoupled."""
     optimizer: Plugin = "adamw"
     """A registered name, or a class or function that builds an optimizer from parameters, `lr` and options,
-    e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`; it gets `betas` and `weight_decay` if it takes them."""
+    e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`. It also receives `betas` and `weight_decay` if it accepts
+    them."""
     offload_optimizer: bool = False
-    """Keep the shards of weights, gradients and optimizer state in main memory, and step there."""
+    """Keep the shards of weights, gradients and optimizer state in main memory, and run the optimizer
+    there."""
     activation_checkpointing: Literal["auto", "none", "full"] | Positive = "auto"
-    """Layers whose activations are recomputed in the backward instead of being kept: none, all, or every
-    k-th. Their inputs and what their attention returned are kept. `auto`: on a GPU, the fewest with which the
-    memory estimate fits; on a CPU, none at first. More after a rank ran out of memory."""
+    """Layers whose activations are recomputed in the backward: none, all, or every k-th. `auto`: on a GPU the
+    fewest that fit by the memory estimate, on a CPU none. More are recomputed after a rank ran out of
+    memory."""
     compile: bool = False
-    """Compile each layer with torch.compile, once for all lengths; a CPU needs a C++ compiler."""
+    """Compile each layer with torch.compile, once for all lengths; needs a C++ compiler on a CPU."""
     grad_clip: Annotated[float, Meta(ge=0)] = 1.0
-    """Gradient norm limit; 0: off."""
+    """Maximum gradient norm; 0: off."""
     on_spike: Literal["skip", "rollback", "stop"] = "skip"
-    """Action after a batch whose gradient norm is not finite, or a spike: leave out its optimizer step; drop
-    its episodes by name, and go on from the newest checkpoint with other ones; or end the run."""
+    """After a batch whose gradient norm is not finite or a spike: skip its optimizer step; drop its episodes
+    by name and continue from the newest checkpoint with others; or end the run."""
     spike_factor: Annotated[float, Meta(ge=0)] = 0.0
-    """A norm of more than this many times the median of the 32 batches before is a spike; 0: none is."""
+    """A norm above this many times the median of the last 32 batches is a spike; 0: off."""
     micro_batch_tokens: Positive = 8192
-    """Tokens of one micro-batch (forward and backward), on one rank or on those that share it together:
-    with `packing` padded padding counts, with tree a shared prefix counts once. A longer episode is a
-    micro-batch by itself."""
+    """Tokens of one micro-batch (forward and backward), on one rank or on the ranks that share it. Padding
+    counts with `packing` padded; a shared prefix counts once with tree. A longer episode is a micro-batch by
+    itself."""
     packing: Packing = "tree"
-    """padded: rows of a micro-batch are padded to the longest. packed: they lie one after another. tree: what
-    rows share at their beginning is computed once, and members of a group go to one rank. Where the model
-    would give other gradients than padded: padded, and a warning."""
+    """padded: pad rows of a micro-batch to the longest. packed: concatenate them. tree: compute beginnings
+    that rows share once, with members of a group on one rank. If the model would give other gradients than
+    padded: padded, with a warning."""
     router_replay: bool = False
-    """Mixture-of-experts models: for each token the trainer uses the experts that the SGLang server selected
-    when it sampled (R3)."""
+    """Mixture-of-experts models: train each token with the experts that the SGLang server selected when
+    sampling it (R3)."""
 
     @property
     def checkpointed_every(self) -> int:
@@ -260,24 +259,24 @@ class StoreConfig(Section, frozen=True):
     """The run's store: states, plans and turns of its episodes."""
 
     keep_bytes: Count = 1 << 30
-    """Size up to which turns that a resume no longer needs are kept, the newest ones, in segments of 64 MB,
-    for `asyncrl replay` and `regrade`. With the oldest segments the index forgets their episodes."""
+    """Bytes of turns to keep for `asyncrl replay` and `regrade` after a resume no longer needs them, newest
+    first, in segments of 64 MB."""
 
 
 class CheckpointConfig(Section, frozen=True):
-    """Checkpoints, and the exports in them."""
+    """Checkpoints and the exports in them."""
 
     every: Count = 50
     """Steps between checkpoints; 0: one at each 1,000th step and one at the end. Turns since the newest
-    checkpoint stay on the disk, as a resume needs them."""
+    checkpoint stay on disk, since a resume needs them."""
     keep: Positive = 2
-    """Newest checkpoints kept."""
+    """Newest checkpoints to keep."""
     best: bool = False
-    """Keep the one with the best validation, too, of those whose step was validated: with the version that
-    was published when the validation began, which may be some steps older."""
+    """Also keep the checkpoint with the best validation, which scores the version published when the
+    validation began."""
     directory: PathText = ""
-    """Parent of the run's directory of checkpoints: an absolute path or a URL that fsspec knows, which all
-    trainer ranks share; empty: in the run directory."""
+    """Parent of the run's checkpoint directory: an absolute path or an fsspec URL that all trainer ranks
+    share; empty: the run directory."""
 
     @property
     def pause(self) -> int:

@@ -255,7 +255,7 @@ class Branches:
                 return turn
             checked_rows.add(turn.row)
 
-        raise ProtocolError(f"the agent does not repeat its recorded turn {len(self.turns)}")
+        raise ProtocolError(f"the agent did not repeat its recorded turn {len(self.turns)}")
 
     def next_turn(self, placement: Placement, generation: Generation) -> Turn:
         """Make the next turn of the episode, to be added before anything else happens."""

@@ -170,7 +170,7 @@ class Chat:
         answer_token = self._encode(self._probe.text_after_turn(replies or (Message("user"),)))[0]
         if answer_token not in self.stop_ids:
             raise ConfigError(
-                f"the chat template writes no end of the turn {message.content[:QUOTED_CHARACTERS]!r}"
+                f"the chat template does not end the turn {message.content[:QUOTED_CHARACTERS]!r}"
             )
         return (*self._encode(turn_text), answer_token)
 
@@ -234,14 +234,14 @@ class Chat:
         ]
 
         warnings += [
-            f"the chat template reads {name}, which the tokenizer lacks: name it in tokenizer_config.json"
+            f"the chat template uses {name}, which the tokenizer lacks: define it in tokenizer_config.json"
             for name in ("bos_token", "eos_token")
             if name in str(self._tokenizer.chat_template) and not getattr(self._tokenizer, name, "-")
         ]
         if "tool" not in roles:
             return warnings
         if self._render.shape.user_replies:
-            warnings.append("the chat template has no tool role: replies are shown as messages of the user")
+            warnings.append("the chat template has no tool role: tool replies are shown as user messages")
 
         if not (calls_shown or self._probe.shows_tools()):
             has_chatml = "<|im_end|>" in self._tokenizer.get_added_vocab()
@@ -253,7 +253,7 @@ class Chat:
 
         if history != "append" and not self._probe.shows_calls():
             warnings.append(
-                "the chat template shows no tool calls: a row that begins anew misses the earlier ones"
+                "the chat template does not show tool calls, so a new row lacks the earlier calls"
             )
 
         return warnings
@@ -275,8 +275,8 @@ class Chat:
         )
         if not mark or last_message.content.strip() not in text:
             raise ConfigError(
-                f"the chat template does not write {last_message.content[:QUOTED_CHARACTERS]!r}, with which "
-                "the turn begins"
+                f"the chat template does not write {last_message.content[:QUOTED_CHARACTERS]!r}, the "
+                "beginning of the turn"
             )
 
         return text
@@ -309,7 +309,7 @@ def _rewriting_warning(history: str, role: str, rewriting: str) -> str:
     if history == "append":
         raise ConfigError(
             f"rollout.history is append, but the model's chat template {rewriting} when a {role} message "
-            "follows, so a row of tokens cannot just grow; set rollout.history=fork (a new row begins there, "
-            "see rollout.max_rows), or use a chat template that keeps earlier turns as they are"
+            f"follows, so a row of tokens cannot simply grow; set rollout.history=fork (a new row starts "
+            "there, see rollout.max_rows), or use a chat template that leaves earlier turns unchanged"
         )
-    return f"the chat template {rewriting} when a {role} message follows: each one begins a new row of tokens"
+    return f"the chat template {rewriting} when a {role} message follows, which starts a new row of tokens"

@@ -84,7 +84,7 @@ class TemplateProbe:
         text = self._render([_USER_MESSAGE, _model_turn(calls), *messages], (_PROBE_TOOL,) if calls else ())
         following_text = self.turn_end(messages).text_after_turn(text)
         if following_text is None:
-            raise ConfigError("the chat template does not show the model's words; use another one")
+            raise ConfigError("the chat template does not show the model's text; use another template")
         return following_text
 
     def stop_tokens(self) -> Iterator[str]:
@@ -102,9 +102,7 @@ class TemplateProbe:
 
             first_token = next(filter(following_text.startswith, self._control_tokens), None)
             if first_token is None:
-                raise ConfigError(
-                    "the chat template writes no end of turn after the assistant; use another one"
-                )
+                raise ConfigError("the chat template does not end the assistant's turn; use another template")
 
             yield first_token
 
@@ -141,9 +139,7 @@ class TemplateProbe:
             one_exchange = self._render(messages, beginning.tools)
             two_exchanges = self._render((*messages, turn, *replies), beginning.tools)
             if hidden_roles := [message.role for message in replies if message.content not in one_exchange]:
-                raise ConfigError(
-                    f"the chat template shows nothing of a message with the role {hidden_roles[0]!r}"
-                )
+                raise ConfigError(f"the chat template omits messages with the role {hidden_roles[0]!r}")
 
             if turn.reasoning:
                 turn_alone = self._render((_USER_MESSAGE, turn), opening=False)
@@ -157,7 +153,7 @@ class TemplateProbe:
             if drops_reasoning:
                 return "drops the reasoning of earlier turns"
             if not (one_exchange.startswith(beginning.prompt) and two_exchanges.startswith(one_exchange)):
-                return "changes what stands before the new messages"
+                return "changes the text before the new messages"
 
             turn_end = self.turn_end(replies)
             for exchange in (one_exchange[len(beginning.prompt) :], two_exchanges[len(one_exchange) :]):
@@ -238,7 +234,7 @@ class TemplateProbe:
 
         mark_position, mark = max((text.rfind(mark), mark) for mark in (TURN_MARK, CALL_MARK))
         if mark_position < 0:
-            raise ConfigError("the chat template does not show the model's words; use another one")
+            raise ConfigError("the chat template does not show the model's text; use another template")
 
         answered_text = self._answered_text(calls)
         turn_tail = self._turn_part(text[mark_position + len(mark) :], answered_text, mark).rstrip()

@@ -68,7 +68,7 @@ def _turn_context(
     """Return the tokens before a turn in its row; None: the turn begins a row."""
     new_messages = history[answered_count:]
     if not new_messages:
-        raise ConfigError("the assistant speaks without a message that it answers")
+        raise ConfigError("an assistant message must answer a message before it")
 
     delta_ids = rules.chat.delta_ids(new_messages, turns[-1].generation.ids[-1]) if turns else None
     if turns and delta_ids is None and rules.config.history == "append":
@@ -93,8 +93,8 @@ def _check_calls(rules: Rules, turn: Turn, message: Message, tools: tuple[str, .
             )
 
         raise ConfigError(
-            f"the call of {name!r} is not read back by rollout.parser from what the chat template "
-            "writes; name the tool in rollout.tools, or use another parser or template"
+            f"rollout.parser cannot read back the call of {name!r} from the output of the chat "
+            "template; list the tool in rollout.tools, or use another parser or template"
         )
 
 
@@ -106,9 +106,10 @@ def length_failure(limits: RolloutConfig, turns: Sequence[Turn]) -> Fail | None:
     """Return why a conversation that could be learned is not, if its rows are too long or too many."""
     row_lengths = list(map(len, rows_of(turns)))
     if max(row_lengths) > limits.max_tokens:
-        detail = f"the conversation has {max(row_lengths)} tokens, rollout.max_tokens is {limits.max_tokens}"
+        token_count = max(row_lengths)
+        detail = f"the conversation has {token_count} tokens, but rollout.max_tokens is {limits.max_tokens}"
     elif len(row_lengths) > limits.rows:
-        detail = f"the template makes {len(row_lengths)} rows of it, rollout.max_rows is {limits.rows}"
+        detail = f"the template splits it into {len(row_lengths)} rows, but rollout.max_rows is {limits.rows}"
     else:
         return None
 

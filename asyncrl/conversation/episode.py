@@ -155,7 +155,7 @@ def resume_episode(rules: Rules, sample: Sample, opened: Opened, turns: Sequence
         repeated_turn = episode.turns[-1]
         replies_differ = turn.replies and repeated_turn.replies != turn.replies
         if replies_differ or repeated_turn.observation != turn.observation:
-            raise ProtocolError(f"what is recorded after turn {turn.index} does not answer it")
+            raise ProtocolError(f"the record after turn {turn.index} does not answer it")
 
     return episode
 
@@ -164,7 +164,7 @@ def expire_episode(episode: Episode) -> Episode:
     """End an episode whose time is up. Finished turns are scored; an unfinished turn does not count. Without
     a finished turn the episode fails."""
     if not episode.turns:
-        detail = "not one turn was done within rollout.episode_timeout"
+        detail = "rollout.episode_timeout passed before the first turn was finished"
         return _fail_episode(episode, FailReason.DEADLINE, detail)
     return _score_episode(episode, EpisodeEnd.TIMEOUT)
 
@@ -204,7 +204,7 @@ def _opened(rules: Rules, episode: Episode, opened: Opened) -> Episode:
     prompt_ids = _prompt_ids(rules, episode)
     max_tokens = rules.config.max_tokens
     if len(prompt_ids) >= max_tokens:
-        detail = f"the prompt has {len(prompt_ids)} tokens, rollout.max_tokens is {max_tokens}"
+        detail = f"the prompt has {len(prompt_ids)} tokens, but rollout.max_tokens is {max_tokens}"
         return _fail_episode(episode, FailReason.PROMPT_TOO_LONG, detail)
 
     return _sample_next(rules, episode, prompt_ids, row_number=0)
@@ -304,7 +304,7 @@ def _observed(rules: Rules, episode: Episode, observation: Observation) -> Episo
         return _score_episode(episode, EpisodeEnd.MAX_TURNS)
 
     if not observation.messages:
-        detail = "the environment sent nothing, and is not done"
+        detail = "the environment sent no message, but is not done"
         return _fail_episode(episode, FailReason.ENVIRONMENT_ERROR, detail)
 
     return _next_turn(rules, episode, observation.messages)
@@ -320,7 +320,7 @@ def _next_turn(rules: Rules, episode: Episode, messages: tuple[Message, ...]) ->
     if delta_ids is not None:
         prefix_ids = episode.rows[-1] + delta_ids
     elif limits.history == "append":
-        detail = "the chat template rewrites earlier turns after what was replied; set rollout.history=fork"
+        detail = "the chat template rewrites earlier turns after these replies; set rollout.history=fork"
         return _fail_episode(episode, FailReason.MISALIGNED, detail)
     else:
         prefix_ids = _prompt_ids(rules, episode)

@@ -113,7 +113,7 @@ def same_message(our_message: Message, their_message: Message) -> bool:
 
 
 def limit_reached(end: EpisodeEnd, counted: str, limit: int) -> Refusal:
-    return Refusal(end, f"the episode has had its {limit} {counted} (rollout.max_{counted})")
+    return Refusal(end, f"the episode has used all of its {limit} {counted} (rollout.max_{counted})")
 
 
 def row_is_full(max_tokens: int, tokens: int, explanation: str) -> Refusal:

@@ -48,8 +48,8 @@ def load_tokenizer(path: str) -> Any:
             file_tokenizer = tokenizers.Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
     except Exception as error:  # tokenizers raises a bare Exception
         raise ConfigError(
-            f"{path}: no usable tokenizer ({one_line(error)}); it needs a tokenizer.json, which "
-            "save_pretrained(...) of a tokenizer of transformers writes"
+            f"{path}: no usable tokenizer ({one_line(error)}); it needs a tokenizer.json, as written by "
+            "save_pretrained(...) of a transformers tokenizer"
         ) from error
 
     special_tokens = [
@@ -71,8 +71,8 @@ def load_tokenizer(path: str) -> Any:
             continue
 
         raise ConfigError(
-            f"{path}: the tokenizer as transformers loads it {deviation} {text!r} otherwise than "
-            "tokenizer.json; remove what changes it from tokenizer_config.json, or save it anew with "
+            f"{path}: the tokenizer, as loaded by transformers, {deviation} {text!r} differently from "
+            "tokenizer.json; remove what changes it from tokenizer_config.json, or save it again with "
             "save_pretrained(...)"
         )
 

@@ -34,7 +34,7 @@ def generation_problem(stop_ids: Sequence[int], max_tokens: int, generation: Gen
     if generation.stop is StopReason.ABORT:
         return "the engine aborted the turn"
     if not 1 <= token_count <= max_tokens:
-        return f"the engine returned {token_count} tokens, asked for 1 to {max_tokens}"
+        return f"the engine returned {token_count} tokens instead of 1 to {max_tokens}"
     if len(generation.logprobs) != token_count:
         return f"the engine returned {token_count} tokens with {len(generation.logprobs)} log-probs"
 
@@ -46,7 +46,7 @@ def generation_problem(stop_ids: Sequence[int], max_tokens: int, generation: Gen
         return f"the engine's version spans do not cover its {token_count} tokens"
 
     if generation.stop is StopReason.STOP and generation.ids[-1] not in stop_ids:
-        return f"the engine stopped at token {generation.ids[-1]}, which is no stop id"
+        return f"the engine stopped at token {generation.ids[-1]}, which is not a stop id"
 
     return ""
 
@@ -140,7 +140,8 @@ def score_turns(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) ->
     agents separately, each agent's last turn earns the agent's reward."""
     if result.turns and len(result.turns) != len(turns):
         detail = (
-            f"the reward function gave {len(result.turns)} turn rewards to an episode of {len(turns)} turns"
+            f"the reward function returned {len(result.turns)} turn rewards for an episode of {len(turns)} "
+            "turns"
         )
         return Fail(FailReason.REWARD_ERROR, detail)
 
@@ -155,9 +156,9 @@ def score_turns(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) ->
     if unrewarded_agents := [agent for agent in turn_agents if agent not in result.agents]:
         return Fail(
             FailReason.REWARD_ERROR,
-            f"the reward is a dict of {', '.join(result.agents)}, and not of "
-            f"{unrewarded_agents[0] or 'agents'!r}: give 'score', or a number for each agent of the episode "
-            "(the `model` of its requests)",
+            f"the reward is a dict of {', '.join(result.agents)}, without "
+            f"{unrewarded_agents[0] or 'agents'!r}: return 'score', or a number for each agent of the "
+            "episode (the `model` of its requests)",
         )
 
     last_turns = {agent: index for index, agent in enumerate(turn_agents)} or {"": len(turns) - 1}
@@ -169,7 +170,7 @@ def score_turns(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) ->
         rewards = tuple(map(math.fsum, reward_parts))
         total = math.fsum(rewards)
     except (OverflowError, ValueError):  # the numbers or their sum are infinite
-        return Fail(FailReason.REWARD_ERROR, "the rewards of the episode add up to no finite number")
+        return Fail(FailReason.REWARD_ERROR, "the rewards of the episode do not add up to a finite number")
 
     token_counts = tuple(len(turn.generation.ids) for turn in turns)
     episode_result = EpisodeResult(

@@ -131,7 +131,7 @@ def benchmark_rows(
             source_name = source or benchmark.repository
             raise ConfigError(
                 f"{source_name}: no column {', '.join(missing)} (found: {', '.join(source_row)}); "
-                f"those of {benchmark.repository} are expected"
+                f"the columns of {benchmark.repository} are expected"
             )
 
         row = benchmark.convert_row(source_row, instruction_text)
@@ -147,7 +147,7 @@ def read_split(source: str, config: str, split: str) -> Iterator[Row]:
     """Read the rows of one split, from a file, a directory or a hub repository. ConfigError on failure."""
     if Path(source).suffix in READERS:
         return read_rows(Path(source))
-    return load_split(source, config, split, "give a copy of it, a directory or a file, with --source")
+    return load_split(source, config, split, "pass a local copy, a directory or a file, with --source")
 
 
 def question_passages(

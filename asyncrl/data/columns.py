@@ -31,9 +31,9 @@ def check_columns(columns: Mapping[str, str]) -> None:
         if name not in SAMPLE_PARTS and not (name.startswith(EXTRA_PREFIX) and name != EXTRA_PREFIX):
             nearest = difflib.get_close_matches(name, SAMPLE_PARTS, n=1)
             raise ConfigError(
-                f"data.columns: {name!r} is no part of a sample; "
+                f"data.columns: {name!r} is not a part of a sample; "
                 + (f"did you mean {nearest[0]}? " if nearest else "")
-                + f"these are: {', '.join(SAMPLE_PARTS)}, {EXTRA_PREFIX}NAME"
+                + f"the parts are: {', '.join(SAMPLE_PARTS)}, {EXTRA_PREFIX}NAME"
             )
 
 
@@ -52,7 +52,7 @@ def rename_columns(
             if not isinstance(value, dict) or part not in value:
                 present_columns = ", ".join(row) or "none"
                 raise ConfigError(
-                    f"{where}: no column {column}, which data.columns names (found: {present_columns})"
+                    f"{where}: no column {column}, which data.columns refers to (found: {present_columns})"
                 )
 
             value = value[part]
@@ -102,7 +102,7 @@ def as_json(where: str, column: str, value: Any) -> str:
 def as_text(where: str, column: str, value: Any) -> str:
     """Return a name as text, '' if there is none. Binary data are refused, as the name would read b'…'."""
     if isinstance(value, bytes):
-        raise ConfigError(f"{where}: column {column} holds {BINARY_DATA}; write text")
+        raise ConfigError(f"{where}: column {column} contains {BINARY_DATA}; write text")
     return str(value or "")
 
 
@@ -110,7 +110,7 @@ def _text_value(value: Any) -> str:
     if isinstance(value, TEXT_TYPES):
         return str(value)
     kind = BINARY_DATA if isinstance(value, bytes) else f"a value of type {type(value).__name__}"
-    raise TypeError(f"it holds {kind}; write text, a number, a list or an object")
+    raise TypeError(f"it contains {kind}; write text, a number, a list or an object")
 
 
 # -- columns and settings that a run ignores ---------------------------------------------------------
@@ -159,7 +159,7 @@ class IgnoredSettings:
     def unmet_requests(self, config: RunConfig) -> list[str]:
         """Return a line for each request that the run does not meet, and a line for unread columns."""
         lines = [
-            f"{count} samples ask for {text}"
+            f"{count} samples request {text}"
             for (setting, name), count in self._request_counts.items()
             if (text := _unmet_request(config, setting, name))
         ]
@@ -171,8 +171,10 @@ class IgnoredSettings:
                 unread_names.append(f"{name} (meant {nearest[0]}?)" if nearest else name)
 
         if unread_names:
-            advice = "one that tools, environments or rewards need: 'data.columns={extra_info.NAME: COLUMN}'"
-            lines.append(f"nothing reads the columns {', '.join(unread_names)}; {advice}")
+            advice = (
+                "pass on what tools, environments or rewards need: 'data.columns={extra_info.NAME: COLUMN}'"
+            )
+            lines.append(f"unused columns: {', '.join(unread_names)}; {advice}")
 
         return lines
 
@@ -184,12 +186,12 @@ def _unmet_request(config: RunConfig, setting: str, name: str) -> str:
     has_leader = bool(rollout.agent or rollout.environment)
 
     if setting == "reward_manager":
-        return f"the reward_manager {name!r}, and there are none; write what it does as rollout.reward"
+        return f"the reward_manager {name!r}, but asyncrl has none; implement its behaviour as rollout.reward"
 
     if setting == "style" and name == "model" and not has_model_reward:
         return (
-            f"a reward model (reward_model.style), and rollout.reward is {', '.join(rewards)}; set it to "
-            "reward_model, classifier or llm_judge, see docs/guides/rewards.md"
+            f"a reward model (reward_model.style), but rollout.reward is {', '.join(rewards)}; set it to "
+            "reward_model, classifier or llm_judge (docs/guides/rewards.md)"
         )
 
     if setting == "interaction" and not has_leader:
@@ -198,7 +200,7 @@ def _unmet_request(config: RunConfig, setting: str, name: str) -> str:
     loop_is_possible = {PLAIN_LOOP: True, TOOL_LOOP: has_leader or bool(rollout.tools)}
     if setting == "agent_name" and not loop_is_possible.get(name, has_leader):
         key = "rollout.tools" if name == TOOL_LOOP else "rollout.agent or rollout.environment"
-        return f"the agent loop {name!r} (agent_name), and nothing leads their episodes; set {key}"
+        return f"the agent loop {name!r} (agent_name), but nothing runs their episodes; set {key}"
 
     return ""
 

@@ -22,18 +22,18 @@ from asyncrl.errors import ConfigError, one_line
 from asyncrl.isolation.images import Image, find_image
 
 TASK_FILE = "task.toml"
-NO_NETWORK = 'there is no network; if the task needs none, write network_mode = "no-network"'
+NO_NETWORK = 'sandboxes have no network; if the task needs none, write network_mode = "no-network"'
 OWN_IMAGE = "tests run in the task's own image, with its workspace"
 REFUSED_FIELDS = {
-    "steps": "there is one instruction and one verdict; make a task of each step",
+    "steps": "a task has one instruction and one verdict; make each step a separate task",
     **{f"{part}.network_mode": NO_NETWORK for part in ("environment", "agent", "verifier")},
     **{f"{part}.allowed_hosts": NO_NETWORK for part in ("environment", "agent", "verifier")},
     "environment.allow_internet": NO_NETWORK,
-    "environment.os": "images are of Linux",
+    "environment.os": "images are Linux images",
     "environment.gpus": "sandboxes have no GPU",
     "environment.tpu": "sandboxes have no TPU",
-    "environment.mcp_servers": "no server is started for a task; name it in rollout.tools",
-    "environment.healthcheck": "no service of the image is started",
+    "environment.mcp_servers": "tasks cannot start MCP servers; list the server in rollout.tools",
+    "environment.healthcheck": "services of the image are not started",
     **{f"verifier.{name}": OWN_IMAGE for name in ("environment_mode", "environment", "collect")},
 }
 """Fields of task.toml that change what a task is, and why they are refused."""
@@ -60,47 +60,51 @@ Variables = dict[str, str]
 
 
 class _Package(msgspec.Struct, frozen=True):
-    name: Annotated[str, _honoured_field("what the task is called; its folder's name otherwise")] = ""
+    name: Annotated[str, _honoured_field("name of the task; default: the folder's name")] = ""
 
 
 class _Metadata(msgspec.Struct, frozen=True):
     workspace: Annotated[
-        list[str], _honoured_field("not Harbor's: directories that are judged, else `workdir`")
+        list[str], _honoured_field("not in Harbor: directories that are judged; default: `workdir`")
     ] = []
     protected: Annotated[
-        list[str], _honoured_field("not Harbor's: files that tests find as the image has them")
+        list[str], _honoured_field("not in Harbor: files that the tests see as they are in the image")
     ] = []
 
 
 class _Environment(msgspec.Struct, frozen=True):
     docker_image: Annotated[
-        str, _honoured_field("an imported image; without it, that of the folder's name")
+        str, _honoured_field("an imported image; default: the image with the folder's name")
     ] = ""
-    workdir: Annotated[str, _honoured_field("where programs start; the image's directory otherwise")] = ""
-    env: Annotated[Variables, _honoured_field("variables of the agent and the tests; `${…}` is refused")] = {}
-    memory_mb: Annotated[int, _honoured_field("MiB of memory of a sandbox", ge=1)] | None = None
-    storage_mb: Annotated[int, _honoured_field("most MiB of files that are written in it", ge=1)] | None = (
+    workdir: Annotated[str, _honoured_field("where programs start; default: the image's directory")] = ""
+    env: Annotated[
+        Variables, _honoured_field("variables of the agent and the tests; `${…}` is rejected")
+    ] = {}
+    memory_mb: Annotated[int, _honoured_field("memory of a sandbox, in MiB", ge=1)] | None = None
+    storage_mb: Annotated[int, _honoured_field("limit on the files written in it, in MiB", ge=1)] | None = (
         None
     )
-    memory: Annotated[str, _honoured_field("the same as text, `2G`", **SIZE_BOUNDS)] | None = None
-    storage: Annotated[str, _honoured_field("the same as text, `10G`", **SIZE_BOUNDS)] | None = None
+    memory: Annotated[str, _honoured_field("the same as a string, `2G`", **SIZE_BOUNDS)] | None = None
+    storage: Annotated[str, _honoured_field("the same as a string, `10G`", **SIZE_BOUNDS)] | None = None
 
 
 class _Agent(msgspec.Struct, frozen=True):
-    timeout_sec: Annotated[float, _honoured_field("seconds of the agent", **TIME_BOUNDS)] | None = None
+    timeout_sec: Annotated[float, _honoured_field("time limit of the agent", **TIME_BOUNDS)] | None = None
     user: (
-        Annotated[str | int, _honoured_field("`root` or 0: root of the sandbox; any other: its one user")]
+        Annotated[str | int, _honoured_field("`root` or 0: the sandbox's root; any other value: its user")]
         | None
     ) = None
 
 
 class _Verifier(msgspec.Struct, frozen=True):
-    timeout_sec: Annotated[float, _honoured_field("seconds of the tests", **TIME_BOUNDS)] = 600.0
-    env: Annotated[Variables, _honoured_field("more variables of the tests")] = {}
+    timeout_sec: Annotated[float, _honoured_field("time limit of the tests", **TIME_BOUNDS)] = 600.0
+    env: Annotated[Variables, _honoured_field("additional variables of the tests")] = {}
 
 
 class _Solution(msgspec.Struct, frozen=True):
-    env: Annotated[Variables, _honoured_field("more variables of solution/solve.sh in `tasks check`")] = {}
+    env: Annotated[
+        Variables, _honoured_field("additional variables of solution/solve.sh in `tasks check`")
+    ] = {}
 
 
 class HonouredFields(msgspec.Struct, frozen=True):
@@ -144,8 +148,8 @@ def read_tasks(directory: str | Path) -> Iterator[TaskFolder]:
     folders = [root] if _is_task(root) else sorted(filter(_is_task, root.glob("*")))
     if not folders:
         raise ConfigError(
-            f"{directory}: has no task, a folder with {TASK_FILE} (docs/guides/tasks.md); files of rows "
-            f"are named by a pattern, {directory}/*.parquet"
+            f"{directory}: no task (a folder with {TASK_FILE}, see docs/guides/tasks.md); to read files of "
+            f"rows, use a pattern: {directory}/*.parquet"
         )
 
     for folder in folders:
@@ -172,16 +176,16 @@ def _read_folder(folder: Path) -> TaskFolder:
 
     instruction = CANARY_LINES.sub("", _parse_file(folder / "instruction.md", str))
     if not instruction.strip():
-        raise ConfigError("instruction.md is empty; it is what the model reads")
+        raise ConfigError("instruction.md is empty; write the instruction for the model")
 
     environment = fields.environment
     for section in ("environment", "verifier", "solution"):
         for name, value in getattr(fields, section).env.items():
             key = f"{TASK_FILE}: {section}.env"
             if not name.isidentifier() or "\0" in value:
-                raise ConfigError(f"{key} {name!r} is no variable; correct it")
+                raise ConfigError(f"{key} {name!r} is not a valid variable; correct it")
             if "${" in value:
-                reason = "would come from this machine, and the model could read it; write a value"
+                reason = "would come from this machine, and the model could read it; write the value itself"
                 raise ConfigError(f"{key} {name} = {value} {reason}")
 
     image = _find_task_image(folder, environment.docker_image)
@@ -211,7 +215,7 @@ def _parse_file(path: Path, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise ConfigError(f"there is no {path.name}; a task needs one") from None
+        raise ConfigError(f"{path.name} is missing; a task needs it") from None
     except ValueError as error:
         raise ConfigError(f"{path.name}: not readable ({one_line(error)}); correct it") from None
 
@@ -237,7 +241,7 @@ def _ignored_fields(folder: Path, document: dict[str, Any]) -> dict[str, Any]:
                 ignored_fields[name] = value
 
     for subject, reason in refusals:
-        raise ConfigError(f"{subject} is refused: {reason}")
+        raise ConfigError(f"{subject} is not supported: {reason}")
 
     return ignored_fields
 
@@ -251,7 +255,7 @@ def _find_task_image(folder: Path, configured_name: str) -> Image:
         return find_image(name)
     except ConfigError as error:
         if not (configured_name or (folder / "environment/Dockerfile").is_file()):
-            raise ConfigError(f"{error}; or set environment.docker_image to one that is there") from error
+            raise ConfigError(f"{error}; or set environment.docker_image to an existing image") from error
 
         make_command = f"docker build -t {image_source} {folder / 'environment'}"
         if configured_name:
@@ -264,11 +268,11 @@ def _check_directory(image: Image, path: str, judged: bool) -> None:
     """ConfigError unless the path is a directory of the image and, if `judged`, may be judged."""
     key = f"{TASK_FILE}: {'metadata.workspace' if judged else 'environment.workdir'} {path!r}"
     if not path.startswith("/") or "\0" in path or ".." in path.split("/"):
-        raise ConfigError(f"{key} is no absolute path; correct it")
+        raise ConfigError(f"{key} is not an absolute path; correct it")
 
     parts = Path(path).parts[1:]
     if judged and (parts or ("",))[0] in OUTSIDE_WORKSPACES:
-        raise ConfigError(f"{key} cannot be judged; set metadata.workspace to directories of the task's own")
+        raise ConfigError(f"{key} cannot be judged; set metadata.workspace to the task's own directories")
 
     layers = list(image.layers)
     inner_path = ""
@@ -288,7 +292,7 @@ def _check_directory(image: Image, path: str, judged: bool) -> None:
 
         layers = directory_layers
         if not layers:
-            raise ConfigError(f"{key} is no directory of its image; correct it, or make it in the image")
+            raise ConfigError(f"{key} is not a directory of its image; correct it, or create it in the image")
 
 
 def _mebibytes(size: str | None) -> int:
@@ -299,12 +303,14 @@ def _read_tests(folder: Path, fields: HonouredFields) -> TaskTests:
     """Read the directory tests. ConfigError without a test.sh, and for links that lead out."""
     directory = folder / "tests"
     if not (directory / "test.sh").is_file():
-        raise ConfigError("there is no tests/test.sh; a task is judged by one")
+        raise ConfigError("tests/test.sh is missing; it judges the task")
 
     real_directory = f"{os.path.realpath(folder)}/tests"
     for path in (directory, *directory.rglob("*")):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(real_directory):
-            raise ConfigError(f"{path.relative_to(folder)} is a link that leads out of tests; copy the files")
+            raise ConfigError(
+                f"{path.relative_to(folder)} is a link that points outside tests; copy the files"
+            )
 
     config = directory / "config.json"
     decoded = _parse_file(config, msgspec.json.decode) if config.exists() else {}
@@ -312,7 +318,7 @@ def _read_tests(folder: Path, fields: HonouredFields) -> TaskTests:
     names_by_key: dict[str, tuple[str, ...]] = {}
     for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):
         value = test_lists.get(key)
-        with ConfigError.instead_of(ValueError, text=f"tests/config.json: {key} is no list of names"):
+        with ConfigError.instead_of(ValueError, text=f"tests/config.json: {key} is not a list of names"):
             names = msgspec.json.decode(value) if isinstance(value, str) else value or ()
             names_by_key[key] = msgspec.convert(names, tuple[str, ...])
 

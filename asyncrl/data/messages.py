@@ -21,7 +21,7 @@ def read_messages(where: str, value: Any, role: str = "user") -> tuple[Message, 
 
     if not isinstance(value, list) or not value:
         raise ConfigError(
-            f"{where} must be text, or a non-empty list of {{role, content}}, or that as JSON, not "
+            f"{where} must be text, or a non-empty list of {{role, content}}, or such a list as JSON, not "
             f"{'an empty list' if value == [] else type(value).__name__}"
         )
 
@@ -58,11 +58,11 @@ def _read_message(where: str, fields: dict[str, Any]) -> Message:
     fields = {key: value for key, value in fields.items() if value is not None}
     if "role" not in fields:
         keys = ", ".join(map(str, fields))
-        raise ConfigError(f"{where} has a message with the keys {keys}; a message has role and content")
+        raise ConfigError(f"{where} has a message with the keys {keys}; a message needs role and content")
 
     role = fields["role"]
     if role not in ROLES:
-        raise ConfigError(f"{where} has a message of the role {role!r}; roles are {', '.join(ROLES)}")
+        raise ConfigError(f"{where} has a message with the role {role!r}; the roles are {', '.join(ROLES)}")
 
     content = fields.get("content", "")
     if isinstance(content, list):

@@ -48,7 +48,7 @@ class EpochOrder:
             return self._compute_order(epoch)
 
         path = self.directory / f"order-{epoch}"
-        with ConfigError.instead_of(OSError, text=f"{path}: the order of the data cannot be kept"):
+        with ConfigError.instead_of(OSError, text=f"{path}: the order of the data cannot be saved"):
             if not path.exists():
                 with path.with_suffix(".tmp").open("wb") as file:
                     file.write(array("Q", self._compute_order(epoch)))
@@ -100,13 +100,13 @@ class EpochOrder:
                 order = [int(number) for number in self._hook(self.samples, list(drawn_numbers), epoch)]
         except Exception as error:
             raise ConfigError(
-                f"{where} failed: {describe(error)}; it must give the numbers in `drawn` in another order"
+                f"{where} failed: {describe(error)}; it must return the numbers in `drawn` in another order"
             ) from error
 
         if sorted(order) != sorted(drawn_numbers):
             raise ConfigError(
-                f"{where} gives {len(order)} numbers, not the {len(drawn_numbers)} drawn ones in another "
-                "order; each must be there as often as in `drawn`"
+                f"{where} returns {len(order)} numbers, not the {len(drawn_numbers)} drawn ones in another "
+                "order; each must occur as often as in `drawn`"
             )
 
         return order
@@ -127,7 +127,8 @@ def draw_counts(weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
     if 0 in counts:
         raise ConfigError(
             f"data.train: source {counts.index(0)} has the weight {weights[counts.index(0)]:g} of "
-            f"{sum_of_weights:g}, less than one of the {total} draws of an epoch; raise it, or leave it out"
+            f"{sum_of_weights:g}, less than one of the {total} draws of an epoch; raise it, or remove "
+            "the source"
         )
 
     return counts

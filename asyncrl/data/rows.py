@@ -26,19 +26,19 @@ def read_rows(path: Path) -> Iterator[Row]:
     """Read all rows of a file, in order. ConfigError for an unreadable or empty file."""
     if path.suffix not in READERS:
         suffixes = ", ".join(READERS)
-        raise ConfigError(f"{path}: no data file by its name; its format is told by its suffix: {suffixes}")
+        raise ConfigError(f"{path}: unknown data format; the suffix must be one of {suffixes}")
     if not path.is_file():
         raise ConfigError(
-            f"{path}: no such file; correct the path, or see docs/guides/data.md for what it may be"
+            f"{path}: no such file; correct the path, or see docs/guides/data.md for other sources"
         )
 
     is_empty = True
     problem = f"{path}: not readable as {path.suffix[1:]}"
     # ValueError: msgspec's and pyarrow's errors are subclasses.
-    with ConfigError.instead_of(OSError, ValueError, text=problem, advice="write it anew"):
+    with ConfigError.instead_of(OSError, ValueError, text=problem, advice="write the file again"):
         for number, row in enumerate(READERS[path.suffix](path)):
             if not isinstance(row, dict):
-                raise ConfigError(f"{path}, sample {number}: an object is expected, not {type(row).__name__}")
+                raise ConfigError(f"{path}, sample {number}: expected an object, not {type(row).__name__}")
 
             is_empty = False
             yield row
@@ -153,7 +153,7 @@ def _skip_byte_order_mark(file: BinaryIO) -> None:
     """Skip the byte order mark with which some programs begin a file in UTF-8."""
     start = file.read(len(codecs.BOM_UTF8))
     if start.startswith(UTF_16_MARKS):
-        raise ValueError("it is in UTF-16; save it in UTF-8")
+        raise ValueError("the file is in UTF-16; save it in UTF-8")
     if start != codecs.BOM_UTF8:
         file.seek(0)
 

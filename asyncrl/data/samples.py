@@ -85,19 +85,19 @@ def read_question(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:
     if "prompt" not in row:
         raise ConfigError(f"{origin}: no column prompt; {_columns_hint(row, 'prompt', 'ground_truth')}")
     if row["prompt"] is None:
-        raise ConfigError(f"{origin}: column prompt is null; give it a text, or leave the row out")
+        raise ConfigError(f"{origin}: column prompt is null; set a text, or remove the row")
 
     if row.get("tools") not in (None, "", "[]", []) and "tools" not in layout.columns.values():
         raise ConfigError(
-            f"{origin}: column tools holds schemas, and nothing would answer their calls: name tools in "
-            "rollout.tools, and the names that a sample may use in extra_info.tools; an agent of your own "
-            "gets the schemas with 'data.columns={extra_info.schemas: tools}'"
+            f"{origin}: column tools contains schemas, but nothing would answer their calls: list tools in "
+            "rollout.tools, and those that a sample may use in extra_info.tools; to pass the schemas to your "
+            "own agent, set 'data.columns={extra_info.schemas: tools}'"
         )
 
     truth = _ground_truth(origin, row)
     if layout.truth and as_json(str(origin), "ground_truth", truth) == "null":
         raise ConfigError(
-            f"{origin}: no ground truth for {layout.truth}, neither reward_model.ground_truth nor a column "
+            f"{origin}: no ground truth for {layout.truth}: neither reward_model.ground_truth nor a column "
             f"ground_truth; {_columns_hint(row, 'ground_truth')}"
         )
 
@@ -107,7 +107,7 @@ def read_question(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:
         raise ConfigError(
             f"{origin}: column prompt ends with an assistant message that has "
             f"{'tool calls' if last.tool_calls else 'no text'}; the model continues this message: "
-            "give it text and no tool calls, or end the prompt with a message of the user or a tool"
+            "give it text and no tool calls, or end the prompt with a user or tool message"
         )
 
     return _make_sample(origin, row, _with_system_prompt(prompt, layout), truth, _extra_info(origin, row))
@@ -122,11 +122,11 @@ def _read_demonstration(origin: RowOrigin, row: Row, layout: RowLayout) -> Sampl
         learned_messages = read_messages(f"{origin}: column response", row["response"], role="assistant")
     else:
         raise ConfigError(
-            f"{origin}: no column messages, or prompt and response; {_columns_hint(row, 'messages')}"
+            f"{origin}: no column messages, and no prompt with a response; {_columns_hint(row, 'messages')}"
         )
 
     if all(message.role != "assistant" for message in learned_messages):
-        raise ConfigError(f"{origin}: has no assistant message, so there is nothing to imitate")
+        raise ConfigError(f"{origin}: no assistant message, so there is nothing to imitate")
 
     extra_info = _extra_info(origin, row)
     if tools := row.get("tools"):  # a list of schemas, which may be JSON text
@@ -162,7 +162,7 @@ def _make_sample(
 ) -> Sample:
     if media := next((name for name in MEDIA_COLUMNS if row.get(name)), ""):
         raise ConfigError(
-            f"{origin}: column {media} is not empty; only text can be trained here, so leave it out"
+            f"{origin}: column {media} is not empty; only text can be trained here, so remove it"
         )
 
     sample = Sample(
@@ -180,14 +180,14 @@ def _make_sample(
     except UnicodeEncodeError as error:
         surrogate = ascii(error.object[error.start])
         raise ConfigError(
-            f"{origin}: has {surrogate}, a lone surrogate (half of a character), which is no text; "
-            "correct the row"
+            f"{origin}: contains {surrogate}, a lone surrogate (half of a character), which is not valid "
+            "text; correct the row"
         ) from None
 
     if size > MAX_SAMPLE_BYTES:
         raise ConfigError(
-            f"{origin}: a sample of {size:,} bytes is over the {MAX_SAMPLE_BYTES:,} that can be sent to "
-            "rewards and tools; leave columns out, or put large contents into files and their paths into "
+            f"{origin}: the sample has {size:,} bytes, more than the {MAX_SAMPLE_BYTES:,} that can be sent "
+            "to rewards and tools; remove columns, or put large contents into files and their paths into "
             "the row"
         )
 
@@ -198,6 +198,5 @@ def _columns_hint(row: Row, *parts: str) -> str:
     """List the row's columns, and show how to configure which of them are the `parts`."""
     example = ", ".join(f"{part}: NAME" for part in parts)
     return (
-        f"found: {', '.join(row) or 'none'}; say which it is with 'data.columns={{{example}}}' "
-        "(docs/guides/data.md)"
+        f"found: {', '.join(row) or 'none'}; map it with 'data.columns={{{example}}}' (docs/guides/data.md)"
     )

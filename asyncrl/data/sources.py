@@ -42,7 +42,7 @@ def source_paths(config: DataConfig, split: str) -> list[str]:
     weighted = [source.path for source in sources if isinstance(source, WeightedSource)]
     unweighted = [source for source in sources if isinstance(source, str)]
     if weighted and unweighted:
-        raise ConfigError(f"data.train: {unweighted[0]} has no weight; give one to all sources, or to none")
+        raise ConfigError(f"data.train: {unweighted[0]} has no weight; set one for all sources, or for none")
     return weighted or unweighted
 
 
@@ -62,7 +62,7 @@ def _read_files(path: str) -> Iterator[tuple[RowOrigin, Row]]:
     """Read one file, or all files that match a pattern, sorted by name. A directory holds tasks."""
     file_names = named_files(path)
     if not file_names and glob.has_magic(path):
-        raise ConfigError(f"{path}: no file is named so; correct the pattern")
+        raise ConfigError(f"{path}: no file matches; correct the pattern")
     if not file_names and path.endswith("/"):
         raise ConfigError(f"{path}: no such directory; correct the path")
 
@@ -79,8 +79,8 @@ def _read_hub(path: str, split: str) -> Iterator[tuple[RowOrigin, Row]]:
     chosen_config, _, chosen_split = selection.partition(":")
 
     hint = (
-        "it is read as hf:OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]; without network, load it once where there "
-        "is one, and bring its cache (HF_HOME) here"
+        "the format is hf:OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]; without a network, load it once on a "
+        "machine that has one, and copy its cache (HF_HOME) to this machine"
     )
     for number, row in enumerate(load_split(name, chosen_config, chosen_split or split, hint, revision)):
         yield RowOrigin(name, number), json_value(row)
@@ -124,7 +124,9 @@ def _read_users_dataset(plugin: Plugin, path: str) -> Iterator[tuple[RowOrigin, 
     number = 0
     while (row := _call_dataset(call_text, lambda: next(rows, NO_MORE_ROWS))) is not NO_MORE_ROWS:
         if not isinstance(row, Mapping):
-            raise ConfigError(f"{call_text} gives {type(row).__name__}; rows are dicts of column and value")
+            raise ConfigError(
+                f"{call_text} yields {type(row).__name__}; rows are dicts of columns and values"
+            )
 
         origin = RowOrigin(path, number)
         yield origin, _call_dataset(f"{call_text}, sample {number}", partial(_plain_row, row, origin))
@@ -146,4 +148,4 @@ def _call_dataset(where: str, function: Callable[[], Any]) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{where} failed: {describe(error)}; it must give an iterable of rows") from error
+        raise ConfigError(f"{where} failed: {describe(error)}; it must return an iterable of rows") from error

@@ -53,7 +53,7 @@ class Samples(Sequence[Sample]):
                 return cls(file)
         except (OSError, ValueError, struct.error) as error:
             raise ConfigError(
-                f"{path}: not readable ({error}); the launcher writes it: start it again"
+                f"{path}: not readable ({error}); the launcher writes it: restart the launcher"
             ) from None
 
     @classmethod
@@ -115,11 +115,11 @@ def check_same_data(samples: Samples, recorded_fingerprint: str, filtered_by: st
     fingerprint equals `recorded_fingerprint`, or that is empty (a new run). `filtered_by`: changed settings
     that filter other prompts."""
     if recorded_fingerprint not in ("", samples.fingerprint):
-        advice = "; restore the data, of tasks their images, too"
+        advice = "; restore the data (and, for tasks, their images)"
         if filtered_by:
             advice = f": data.filter_overlong depends on {filtered_by}; restore that"
 
         raise ConfigError(
-            "data.train: these are other samples, or in another order, than those that the run was begun "
-            f"with{advice}, or begin a new run with another name=…"
+            "data.train: the samples, or their order, differ from those the run started with"
+            f"{advice}, or start a new run with another name=…"
         )

@@ -76,7 +76,7 @@ class TaskSandbox:
         except SandboxError as error:
             return {"failed": one_line(error)}
         except TimeoutError:  # the machine is too busy, as the archive is small
-            reason = f"what changed was not collected within {RESULT_SECONDS:g} s"
+            reason = f"the changes were not collected within {RESULT_SECONDS:g} s"
             raise SetupError(f"task {self.task.name}: {reason}") from None
 
         return {"changes": base64.b64encode(archive).decode()}

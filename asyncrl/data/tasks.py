@@ -77,14 +77,14 @@ def task_of(sample: Sample) -> Task | None:
 def check_task(sample: Sample, judged: bool) -> TaskTests | None:
     """Return the sample's tests. ConfigError if the image is missing, or, if `judged`, the tests are."""
     where = f"sample {sample.row}"
-    with ConfigError.instead_of(ValueError, text=f"{where}: its task, or what judges it, cannot be read"):
+    with ConfigError.instead_of(ValueError, text=f"{where}: the task or its tests cannot be read"):
         task = task_of(sample)
         tests = msgspec.json.decode(sample.ground_truth_json, type=TaskTests) if judged and task else None
 
     if task is None:
         if judged:
             raise ConfigError(
-                f"{where} is no task, which rollout.reward judges; set another (docs/guides/tasks.md)"
+                f"{where} is not a task, but rollout.reward judges tasks; set another (docs/guides/tasks.md)"
             )
         return None
 
@@ -93,6 +93,6 @@ def check_task(sample: Sample, judged: bool) -> TaskTests | None:
         find_image(task.image)
 
     if tests and not Path(tests.tests, "test.sh").is_file():
-        raise ConfigError(f"{where}: there is no {tests.tests}/test.sh, which judges it; restore it")
+        raise ConfigError(f"{where}: {tests.tests}/test.sh, which judges it, is missing; restore it")
 
     return tests

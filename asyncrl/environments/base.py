@@ -19,26 +19,26 @@ from asyncrl.types import Message, Observation, Sample
 class Environment(Protocol):
     """Serve one episode; each episode has a new environment, which is always closed.
 
-    Derive from this class, or implement the same members. The constructor only checks the options: files and
-    connections are opened in `reset`. An error or a timeout of `reset` or `step` fails the episode, which
-    is then tried again. A mistake of the *model* is answered by an observation, and perhaps a reward.
+    Derive from this class, or implement the same members. The constructor should only check the options: open
+    files and connections in `reset`. An error or a timeout of `reset` or `step` fails the episode, which is
+    then tried again. Answer mistakes of the *model* with an observation, and possibly a reward.
     """
 
     tools: Sequence[dict[str, Any]] = ()
     """OpenAI schemas of tools that the environment answers, known after `reset`. A turn that calls such a
-    tool goes to `step` as a unit, as does every turn without calls; all other calls run as tools, and do not
-    reach `step`."""
+    tool is passed to `step` as a whole, like every turn without calls. All other calls run as tools, and do
+    not reach `step`."""
 
     replay: Literal["reapply", "no"] = "reapply"
-    """The treatment after a crash. `reapply`: the recorded turns are passed to `step` of a new environment,
-    which must give the same answers. `no`: the episode starts again."""
+    """How the episode continues after a crash. `reapply`: the recorded turns are passed to `step` of a new
+    environment, which must give the same answers. `no`: the episode starts again."""
 
     timeout: float | None = None
-    """Seconds that each answer of the environment may take; None: `rollout.tool_timeout`."""
+    """Time limit of each answer of the environment, in seconds; None: `rollout.tool_timeout`."""
 
     @abstractmethod
     async def reset(self, sample: Sample) -> Observation:
-        """Begin an episode. The returned messages follow the sample's prompt; there may be none."""
+        """Begin an episode. The returned messages, which may be empty, follow the sample's prompt."""
 
     @abstractmethod
     async def step(self, message: Message) -> Observation:
@@ -46,7 +46,7 @@ class Environment(Protocol):
 
     async def cut_short(self, unanswered: Message | None) -> float:
         """Return the reward of the last turn after a limit ended the episode early. `unanswered`: the last
-        turn, if `step` was not called with this turn. A `step` that was still running was cancelled."""
+        turn, if `step` was not called with it. A `step` that was still running has been cancelled."""
         return 0.0
 
     async def close(self) -> None:
@@ -72,7 +72,7 @@ def load_environment(
 
     if missing_members := [name for name in _REQUIRED_MEMBERS if not hasattr(environment, name)]:
         raise ConfigError(
-            f"{key_path}: {type(environment).__name__} is no environment, it has no "
+            f"{key_path}: {type(environment).__name__} is not an environment, as it lacks "
             f"{', '.join(missing_members)}; derive it from asyncrl.environments.Environment"
         )
 
@@ -88,9 +88,9 @@ def _check_environment(environment: Environment, key_path: str) -> None:
 
     timeout = environment.timeout
     if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
-        raise ConfigError(f"{key_path}: its timeout is {timeout!r}; seconds above 0 are expected")
+        raise ConfigError(f"{key_path}: its timeout must be a number of seconds above 0, not {timeout!r}")
     if environment.replay not in ("reapply", "no"):
-        raise ConfigError(f"{key_path}: its replay is {environment.replay!r}; write 'reapply' or 'no'")
+        raise ConfigError(f"{key_path}: its replay must be 'reapply' or 'no', not {environment.replay!r}")
 
 
 def text_observation(text: str, reward: float = 0.0, done: bool = False) -> Observation:

@@ -128,8 +128,8 @@ def _make_action_reader(action_space: Any, action_names: Sequence[str]) -> Calla
     action_count = int(action_space.n)
     if action_names and len(action_names) != action_count:
         raise ConfigError(
-            f"there are {action_count} actions, and {len(action_names)} names ({', '.join(action_names)}) "
-            "for them"
+            f"there are {action_count} actions, but {len(action_names)} names for them "
+            f"({', '.join(action_names)})"
         )
 
     actions_by_word = {str(first_action + number): first_action + number for number in range(action_count)}
@@ -170,8 +170,8 @@ def _find_render_modes(id: str) -> list[str]:
 
 
 def _read_json_object(text: str) -> dict[str, Any]:
-    with ConfigError.instead_of(ValueError, text=f"arguments {text!r} are no JSON"):
+    with ConfigError.instead_of(ValueError, text=f"arguments {text!r} are not JSON"):
         json_object = json.loads(text)
     if not isinstance(json_object, dict):
-        raise ConfigError(f"arguments {text!r} are no JSON object")
+        raise ConfigError(f"arguments {text!r} are not a JSON object")
     return json_object

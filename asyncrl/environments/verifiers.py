@@ -82,13 +82,14 @@ class Verifiers(Environment):
                 prompt_message.content,
             ):
                 raise ValueError(
-                    f"the prompt of row {sample.row} is not how its task begins; prepare it anew"
+                    f"the prompt of row {sample.row} differs from the beginning of its task; prepare the "
+                    "data again"
                 )
         return Observation(task_messages[len(sample.prompt) :])
 
     async def step(self, message: Message) -> Observation:
         if self._turn_reply is None or self._turn_reply.done():
-            raise RuntimeError("the environment asked for no turn")
+            raise RuntimeError("the environment did not ask for a turn")
         self._turn_reply.set_result(message)
         return await self._next_observation()
 
@@ -193,7 +194,7 @@ def from_verifiers(message: Any) -> Message:
     content = message.content or ""
     if not isinstance(content, str):
         if any(content_part.type != "text" for content_part in content):
-            raise ValueError("the environment shows an image; only text can be read")
+            raise ValueError("the environment shows an image; only text is supported")
         content = "\n".join(content_part.text for content_part in content)
 
     tool_calls = tuple(
@@ -229,7 +230,7 @@ def load_verifiers(taskset: str, env: str, config: str) -> Any:
     except ImportError:
         raise ConfigError("verifiers is not installed; pip install 'asyncrl[verifiers]'") from None
 
-    with ConfigError.instead_of(Exception, text=f"no environment of taskset {taskset!r}"):
+    with ConfigError.instead_of(Exception, text=f"cannot load the environment of taskset {taskset!r}"):
         settings = msgspec.json.decode(config, type=dict[str, Any])
         taskset_settings = {**settings.get("taskset", {}), "id": taskset}
         environment = load_environment(
@@ -239,7 +240,7 @@ def load_verifiers(taskset: str, env: str, config: str) -> Any:
 
     if shared_toolsets or type(environment).start is not vf.Env.start:
         raise ConfigError(
-            f"taskset {taskset!r} has servers that its episodes share; let verifiers lead the episode, as an "
+            f"taskset {taskset!r} has servers that its episodes share; let verifiers run the episode, as an "
             "agent (rollout.agent)"
         )
     return environment

@@ -35,7 +35,7 @@ class Unsupported(Exception):
     """The environment needs features that only verifiers' runner has."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"{reason}; verifiers can lead the episode itself, as an agent (rollout.agent)")
+        super().__init__(f"{reason}; verifiers can run the episode itself, as an agent (rollout.agent)")
 
 
 class TaskTools:
@@ -47,7 +47,7 @@ class TaskTools:
 
     async def add_toolset(self, toolset: vf.Toolset, task: vf.Task) -> None:
         if state_cls(type(toolset)) is not State:
-            raise Unsupported(f"{type(toolset).__name__} shares a state with its task")
+            raise Unsupported(f"{type(toolset).__name__} shares state with its task")
         await toolset.setup()
         await toolset.setup_task(task.data)
 
@@ -96,7 +96,7 @@ class AgentInteraction:
     async def turn(self, message: str | Messages | None = None) -> Segment:
         """Take a turn as `Interaction.turn` does; without a message for the reply to the task's prompt."""
         if self._is_over:
-            raise RuntimeError("the exchange is over")
+            raise RuntimeError("the exchange has ended")
         new_messages = _parse_messages(message) if self.trace.nodes else self._opening_messages(message)
         turn_messages: Messages = []
         while not await self._should_stop():
@@ -121,7 +121,7 @@ class AgentInteraction:
     def _opening_messages(self, message: str | Messages | None) -> Messages:
         data = self._task.data
         if (data.prompt is None) == (message is None):
-            raise ValueError("a task with a prompt is opened by a bare turn(), any other by a message")
+            raise ValueError("a task with a prompt starts with a bare turn(), any other task with a message")
         system_messages = (
             [SystemMessage(content=data.system_prompt)] if data.system_prompt is not None else []
         )
@@ -179,7 +179,7 @@ class AgentProxy:
         if self._begin_conversation is None:
             raise Unsupported(f"agent {self._name!r} has no model; set others_url and others_model")
         if requested := [name for name, value in unsupported.items() if value]:
-            raise Unsupported(f"agent {self._name!r} is given {', '.join(requested)}")
+            raise Unsupported(f"agent {self._name!r} is called with {', '.join(requested)}")
 
         check_supported(task)
         task_record = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
@@ -218,7 +218,7 @@ def check_supported(task: vf.Task) -> None:
 def _parse_messages(message: str | Sequence[Any] | None) -> Messages:
     """Return a user's turn as messages, from any form that the environment uses."""
     if message is None:
-        raise ValueError("nothing to run a turn on: the next one answers a message")
+        raise ValueError("a turn after the first one needs a message to answer")
     if isinstance(message, str):
         return [UserMessage(content=message)]
     return [parse_message(part) if isinstance(part, dict) else part for part in message]

@@ -75,7 +75,7 @@ class EpisodeParts:
         silent_harness = isinstance(agent, Command) and agent.harness.stdin != "sample" and agent.harness.name
         if silent_harness and "agent" in ([reward] if isinstance(reward, str) else reward):
             raise ConfigError(
-                f"rollout.reward is agent, and rollout.agent {silent_harness} returns no score; "
+                f"rollout.reward is agent, but rollout.agent {silent_harness} returns no score; "
                 "set another reward"
             )
 
@@ -109,7 +109,7 @@ class EpisodeParts:
         if unread_options := sorted(template_options.keys() - template_names):
             raise ConfigError(
                 f"model.template_args: the chat template does not read {unread_options[0]!r}; correct the "
-                "name, or leave it out"
+                "name, or remove it"
             )
 
         today = first_day(Path(config.run_dir) / config.name)
@@ -148,7 +148,7 @@ def _generation_stop_ids(path: Path) -> list[int]:
     stop_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
     if not all(type(stop_id) is int for stop_id in stop_ids):
         raise ConfigError(
-            f"{path}: eos_token_id is {eos_ids!r}, and must be an id or a list of ids; correct it"
+            f"{path}: eos_token_id is {eos_ids!r}, but must be an id or a list of ids; correct it"
         )
     return stop_ids
 
@@ -167,7 +167,7 @@ def check_chat(parts: EpisodeParts, prompt: tuple[Message, ...]) -> list[str]:
             chat.prompt_ids((Message("user", "?"),), (tool.schema_text,))
         except ConfigError as error:
             raise ConfigError(
-                f"rollout.tools: the model cannot be shown the tool {name!r}, change its signature: {error}"
+                f"rollout.tools: the model cannot be shown the tool {name!r}; change its signature: {error}"
             ) from error
 
     if not rollout.environment:  # the environment's first message follows the prompt

@@ -170,8 +170,8 @@ class ContentPart(msgspec.Struct, frozen=True):
 Limit = Annotated[int, Meta(ge=1)]
 
 
-SAMPLING_EFFECT = "is ignored: sampling is the run's (rollout.temperature)"
-HINT_EFFECT = "is a hint, but for tool_choice none: the model may answer otherwise"
+SAMPLING_EFFECT = "is ignored: the run sets the sampling (rollout.temperature)"
+HINT_EFFECT = "is only a hint, except for tool_choice none: the model may answer otherwise"
 MAX_LOGGED_FIELDS = 200  # names of fields that are logged, since agents choose names
 FORM_FIELDS = ("tool_choice", "parallel_tool_calls", "response_format", "text")
 ModelName = Annotated[str, Meta(max_length=256)]  # any text: the name of the agent
@@ -206,7 +206,7 @@ def agent_request(
     conversation = tuple(_template_messages(messages))
     if conversation and conversation[-1].role == "assistant":
         raise ApiError(
-            400, "the last message is the model's: a text that it began is not continued; let a user's follow"
+            400, "the last message is the assistant's, and its text cannot be continued; add a user message"
         )
 
     choice_kind = tool_choice.get("type") if isinstance(tool_choice, dict) else tool_choice
@@ -273,7 +273,7 @@ def tool_call(name: str, arguments: str, wire_id: str) -> ToolCall:
     except (ValueError, RecursionError):
         parsed_arguments = None
     if not isinstance(parsed_arguments, dict):
-        raise ApiError(400, f"the arguments of a call of {name!r} are no JSON object")
+        raise ApiError(400, f"the arguments of a call of {name!r} are not a JSON object")
     return ToolCall(name, arguments or "{}", wire_id)
 
 

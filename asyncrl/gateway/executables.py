@@ -61,7 +61,7 @@ async def why_not_executable(program: str, files: ProgramFiles, search_path: str
         first_line, newline, _ = head[2:].partition(b"\n")
         line = os.fsdecode(first_line.partition(b"\0")[0])
         if newline and line.endswith("\r"):
-            return f"the first line of {path}, {'#!' + line!r}, ends with a carriage return; write it without"
+            return f"the first line of {path}, {'#!' + line!r}, ends with a carriage return; remove it"
 
         interpreter, *arguments = re.split(r"[ \t]+", line.strip(" \t"), maxsplit=1)
         if not interpreter:

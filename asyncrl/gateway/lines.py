@@ -52,19 +52,21 @@ def _placeholder_problem(previous_words: list[str], word: str) -> str:
     placeholder_names = PLACEHOLDER.findall(word)
     known_names = [name for name in placeholder_names if name in LINE_PLACEHOLDERS or name == KEY_PLACEHOLDER]
     if KEY_PLACEHOLDER in known_names:
-        return f"{{key}} in {word!r} would be seen by all users of the machine; set env: 'NAME={{key}}'"
+        return f"{{key}} in {word!r} would be visible to all users of the machine; set env: 'NAME={{key}}'"
 
     if known_names and (SHELL_TEXT.search(PLACEHOLDER.sub("", word)) or _runs_next(previous_words)):
         return (
-            f"{{{known_names[0]}}} stands in a program's text, {word!r}, and would be run as a part of it; "
-            f"give it as an argument: sh -c 'agent \"$1\"' sh {{{known_names[0]}}}"
+            f"{{{known_names[0]}}} is inside a program's text, {word!r}, and would be run as a part of it; "
+            f"pass it as an argument: sh -c 'agent \"$1\"' sh {{{known_names[0]}}}"
         )
 
     last_placeholder = f"{{{placeholder_names[-1]}}}" if placeholder_names else ""
     if len(known_names) > 1 or (known_names and not word.endswith(last_placeholder)):
-        return f"{{{known_names[0]}}} stands in the middle of {word!r}; make it a word of its own, or its end"
+        return (
+            f"{{{known_names[0]}}} is in the middle of {word!r}; make it a separate word, or the end of one"
+        )
     if word.endswith(last_placeholder) and len(placeholder_names) > len(known_names):
-        return f"there is no placeholder {last_placeholder}; known: {', '.join(sorted(LINE_PLACEHOLDERS))}"
+        return f"unknown placeholder {last_placeholder}; known: {', '.join(sorted(LINE_PLACEHOLDERS))}"
 
     return ""
 
@@ -118,11 +120,11 @@ def fill_word(word: str, values: Mapping[str, str]) -> str:
     prompt = values["prompt"]
     if word.endswith("{prompt}"):
         looks_like_option = word == "{prompt}" and prompt.startswith("-")
-        problem = "it begins with '-', and would be an option" if looks_like_option else ""
+        problem = "it begins with '-', so it would be read as an option" if looks_like_option else ""
         if len(prompt.encode(errors="replace")) > MAX_ARGUMENT_BYTES:
             problem = f"it has more than {MAX_ARGUMENT_BYTES} bytes"
         if "\0" in prompt:
-            problem = "it has a NUL"
+            problem = "it contains a NUL"
         if problem:
             raise CommandError(f"the prompt cannot be an argument: {problem}; use {{prompt_file}}")
 

@@ -38,7 +38,7 @@ from asyncrl.types import EpisodeEnd, Message, StopReason
 
 # Depends on the prompt: with this header, no two tasks share a prefix.
 BILLING_HEADER = "x-anthropic-billing-header:"
-BILLING_EFFECT = "is left out: prompts of other tasks differ in it"
+BILLING_EFFECT = "is left out, because it differs between tasks"
 THOUGHT_SIGNATURE = "asyncrl"  # signs thoughts: clients send the signature back, nobody checks it
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -105,7 +105,7 @@ def read(body: bytes) -> MessagesExchange:
     conversation: Anthropic's clients know that code, and send all messages again."""
     request = read_body(body, MessagesRequest, {})
     if request.thread is not None:
-        text = "'thread': no conversation is kept here; send all messages (tool runners: thread=False)"
+        text = "'thread': conversations are not stored; send all messages (tool runners: thread=False)"
         raise ApiError(400, text, "thread_unsupported_request")
     return MessagesExchange(request)
 

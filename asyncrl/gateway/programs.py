@@ -149,11 +149,11 @@ class Command:
 
         self.sandbox = sandbox or harness.sandbox
         program_path = shutil.which(self._command_words[0])
-        self._absence = "" if program_path else f"there is no program {program!r}"
+        self._absence = "" if program_path else f"no such program: {program!r}"
         if self._absence and self.sandbox == "none":  # in a jail, the image of a task may have the program
             raise ConfigError(f"line {line!r}: {self._absence}; {INSTALL_ADVICE}")
         if extra_info and harness.stdin != "sample":
-            raise ConfigError(f"extra_info is for command: {harness.name} reads the prompt and nothing else")
+            raise ConfigError(f"extra_info is for command only: {harness.name} reads nothing but the prompt")
         if files:
             check_tree(files, _split_names(allow))
 
@@ -163,7 +163,7 @@ class Command:
         self._set_variables = {name: value for name, equals, value in variables if equals}
         self._inherited_names = {name for name, equals, _ in variables if not equals}
         if UNWRITABLE_CHARACTERS.search(env) or any(not name.strip() for name, *_ in variables):
-            raise ConfigError(f"env {env!r} has a NUL, a part of a character, or a value without a name")
+            raise ConfigError(f"env {env!r} has a NUL, a lone surrogate, or a value without a name")
 
         chosen_limits = {"resident": memory_mb, "processes": processes, "disk": disk_mb}
         chosen_limits = {name: limit for name, limit in chosen_limits.items() if limit}
@@ -200,7 +200,7 @@ class Command:
 
             if not (running.done() or first_request.done()):
                 limit = f"setup_seconds ({self._setup_seconds:g} s)"
-                raise CommandError(f"{self._program_name} made no request within {limit}")
+                raise CommandError(f"{self._program_name} did not make a request within {limit}")
 
             time_limits = self._run_seconds, task.seconds if task else 0.0, task_deadline - now()
             seconds = min(time_limit or math.inf for time_limit in time_limits)
@@ -211,7 +211,7 @@ class Command:
             if running.done():
                 return running.result()
 
-            time_up = TimeUp(f"{self._program_name} was ended after {seconds:g} s, as its time was up")
+            time_up = TimeUp(f"{self._program_name} was stopped after {seconds:g} s, when its time was up")
             if task:
                 time_up.result = {"failed": f"its sandbox did not end the program within {SPARE_SECONDS:g} s"}
                 stop.set_result(time_up)
@@ -249,7 +249,9 @@ class Command:
     ) -> AbstractAsyncContextManager[EpisodeWorkspace]:
         if task and (self.sandbox == "none" or self._file_tree):
             excluding_option = "sandbox: none" if self.sandbox == "none" else "files"
-            raise SetupError(f"task {task.name} has an image, so {excluding_option} cannot be; leave it out")
+            raise SetupError(
+                f"task {task.name} has an image, so {excluding_option} cannot be used; remove it"
+            )
 
         if self.sandbox == "none":
             return open_local_workspace(endpoint)
@@ -270,13 +272,14 @@ class Command:
                 return image_program
 
         local_state = (
-            "nor has this machine"
+            "and this machine does not have it either"
             if self._absence
-            else f"and {local_program} of this machine cannot be shown there"
+            else f"and {local_program} of this machine cannot be used there"
         )
 
         raise SetupError(
-            f"the image has no program {self._program_name!r}, {local_state}; install it in the image"
+            f"the image does not have the program {self._program_name!r}, {local_state}; install it in the "
+            "image"
         )
 
     async def _find_executable(self, workspace: EpisodeWorkspace) -> str:
@@ -413,7 +416,7 @@ def _paths_to_show(words: list[str], files: str, show: Sequence[str]) -> list[st
         if not os.path.exists(shown_paths[-1]):
             raise ConfigError(f"{option} {path!r}: no such file or directory")
         if os.path.realpath(shown_paths[-1]) in ("/", "/dev", "/etc", "/proc"):
-            raise ConfigError(f"{option} {path!r}: a sandbox has its own; name what is in it")
+            raise ConfigError(f"{option} {path!r}: a sandbox has its own; list the files in it that you need")
 
     return shown_paths
 
@@ -424,15 +427,19 @@ def _checked_home_files(files: Mapping[str, str]) -> Mapping[str, str]:
     for path, text in files.items():
         parts = path.split("/")
         if any(part in ("", ".", "..") for part in parts) or UNWRITABLE_CHARACTERS.search(path):
-            raise ConfigError(f"home_files {path!r} is no path of a file in HOME, such as .config/agent.toml")
+            raise ConfigError(
+                f"home_files {path!r} is not a path of a file in HOME, such as .config/agent.toml"
+            )
         if paths_below := [other_path for other_path in files if other_path.startswith(f"{path}/")]:
-            raise ConfigError(f"home_files {path!r} cannot be a file: {paths_below[0]!r} lies below it")
+            raise ConfigError(
+                f"home_files {path!r} cannot be a file, because {paths_below[0]!r} is inside it"
+            )
         if UNWRITABLE_CHARACTERS.search(text):
             raise ConfigError(f"home_files {path!r} contains a NUL or a lone surrogate")
 
     if (size := sum(len(text.encode()) for text in files.values())) > MAX_HOME_FILE_BYTES:
         size_problem = f"home_files has {size} bytes, more than the {MAX_HOME_FILE_BYTES} allowed"
-        raise ConfigError(f"{size_problem}; put large files into the image, or show them")
+        raise ConfigError(f"{size_problem}; put large files into the image, or use show")
 
     return files
 

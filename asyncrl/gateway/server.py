@@ -78,9 +78,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """The way to an agent's model: the settings of any OpenAI client. `base_url` ends with /v1; clients of
-    Anthropic's API want `anthropic_url`, without /v1. `max_tokens`: the limit of a row, prompt included.
-    `seconds`: the time that the episode had at the start, on the episode's `clock`."""
+    """The address of an agent's model: the settings of any OpenAI client. `base_url` ends with /v1; clients
+    of Anthropic's API need `anthropic_url`, without /v1. `max_tokens`: the token limit of a row, including
+    the prompt. `seconds`: the time that the episode had left at the start, on the episode's `clock`."""
 
     base_url: str
     api_key: str
@@ -98,21 +98,21 @@ class Endpoint(msgspec.Struct, frozen=True):
         return gateway.running_episodes[self.api_key].clock() if gateway is not None else time.monotonic()
 
     async def serve_on(self, listener: socket.socket) -> Endpoint:
-        """Serve the episode also on this listening socket, and return the endpoint with the socket's address;
-        in any event loop. The gateway takes over the socket, which may belong to another network namespace,
-        and closes the socket and its connections when the episode is over. AsyncrlError if the episode is
-        over."""
+        """Also serve the episode on this listening socket, and return the endpoint with the socket's address.
+        Works in any event loop. The gateway takes over the socket, which may belong to another network
+        namespace, and closes the socket and its connections when the episode has ended. Raises AsyncrlError
+        if the episode has ended."""
         gateway = _gateways.get(self.api_key)
         if gateway is None:
-            raise AsyncrlError("the episode of this endpoint is over, or another process runs it")
+            raise AsyncrlError("the episode of this endpoint has ended, or another process runs it")
         served_url = asyncio.run_coroutine_threadsafe(
             gateway.listen_for_episode(self.api_key, listener), gateway.loop
         )
         return replace(self, base_url=await asyncio.wrap_future(served_url))
 
     async def wait_for_first_request(self) -> None:
-        """Wait for the agent's first request for a turn, in any event loop; for ever, if no gateway of this
-        process serves the episode."""
+        """Wait for the agent's first request for a turn, in any event loop; waits for ever if no gateway of
+        this process serves the episode."""
         gateway = _gateways.get(self.api_key)
         running_episode = gateway.running_episodes[self.api_key] if gateway is not None else None
         first_request = Future[None]() if running_episode is None else running_episode.first_request
@@ -313,13 +313,13 @@ class Gateway:
             )
             host = str(socket_address[0])
             if ip_address(host).is_unspecified:
-                problem = "to which no agent can connect; give an address of this machine"
+                problem = "to which agents cannot connect; set an address of this machine"
                 raise ConfigError(f"{setting}, {problem}")
 
             self._listener = await self.loop.create_server(self._connections.protocol_factory(), host, 0)
         except OSError as error:
             message = (
-                f"{setting}: {error.strerror or error}; give an address of this machine, or the name of one"
+                f"{setting}: {error.strerror or error}; set an address of this machine, or the name of one"
             )
             raise ConfigError(message) from error
 
@@ -359,7 +359,7 @@ class Gateway:
         URL."""
         running_episode = self.running_episodes.get(key)
         if running_episode is None:
-            raise AsyncrlError("the episode of this endpoint is over")
+            raise AsyncrlError("the episode of this endpoint has ended")
 
         episode_socket = socket.socket(fileno=listener.detach())  # nobody else can close it
         server = await self.loop.create_server(
@@ -580,7 +580,7 @@ class Gateway:
             key = request.headers.get("x-api-key", "")
         running_episode = self.running_episodes.get(key.strip())
         if running_episode is None or not self._connections.trust_connection(request, running_episode):
-            raise ApiError(401, "this API key names no running episode", "invalid_api_key")
+            raise ApiError(401, "this API key does not belong to a running episode", "invalid_api_key")
         return running_episode
 
 
@@ -639,7 +639,7 @@ async def _outcome(answer_task: AnswerTask) -> Sequence[AgentReply]:
     """Wait for the answer to a request. ApiError when the request was refused or failed."""
     await asyncio.wait([answer_task])
     if answer_task.cancelled():
-        raise ApiError(410, "the episode is over", "episode_over")
+        raise ApiError(410, "the episode has ended", "episode_over")
 
     try:
         outcome = answer_task.result()
@@ -702,7 +702,7 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
         case web.HTTPNotFound() | web.HTTPMethodNotAllowed():
             paths = ", ".join(f"POST {path}" for path in (*DIALECTS, COUNT_PATH))
             message = (
-                f"there is no {request.method} {request.path}; available: {paths}, GET /v1/models[/NAME]"
+                f"unknown endpoint {request.method} {request.path}; available: {paths}, GET /v1/models[/NAME]"
             )
             return ApiError(error.status, message, "unknown_url")
         case web.HTTPRequestEntityTooLarge():

@@ -186,7 +186,7 @@ class SandboxWorkspace:
         if result.ending is RunEnding.OVER:
             max_mb = self._jail.limits.resident
             raise CommandError(
-                f"it took more than {max_mb} MiB with its files, and was killed; raise memory_mb"
+                f"it used more than {max_mb} MiB with its files, and was killed; raise memory_mb"
             )
 
         if result.ending in (RunEnding.DIED, RunEnding.STARVED):  # code inside cannot cause these endings
@@ -207,7 +207,7 @@ EpisodeWorkspace = LocalWorkspace | SandboxWorkspace
 async def open_local_workspace(endpoint: Endpoint) -> AsyncIterator[LocalWorkspace]:
     """Make a workspace, which is removed at the end. CommandError if it cannot be made."""
     with ExitStack() as stack:
-        with CommandError.instead_of(OSError, text="no workspace for the episode could be made"):
+        with CommandError.instead_of(OSError, text="the workspace of the episode could not be created"):
             root = stack.enter_context(emptying.locked_directory(_workspaces_directory(), WORKSPACE_PREFIX))
             for directory in ("work", *OWN_DIRECTORIES):
                 os.mkdir(f"{root}/{directory}", 0o700)
@@ -244,7 +244,7 @@ async def open_sandbox_workspace(
         mkdir_result = await jail.run("shell", f"mkdir -p {directories}", MAKE_SECONDS)
         if mkdir_result.ending is not RunEnding.DONE:
             cause = mkdir_result.output.strip() or mkdir_result.ending
-            reason = f"no workspace could be made in its sandbox: {cause}"
+            reason = f"the workspace in its sandbox could not be created: {cause}"
             raise SetupError(f"task {task.name}: {reason}") if task else CommandError(reason)
 
         yield workspace
@@ -339,8 +339,8 @@ def check_sandbox() -> None:
     try:
         check_isolation(" ".join(REQUIRED_ISOLATION))
     except ConfigError as error:
-        advice = f"{error}: set sandbox: none, and the model can read and write what you can"
-        raise ConfigError(f"sandbox: jail cannot be: {advice}") from error
+        advice = f"{error}; with sandbox: none, the model can read and write what you can"
+        raise ConfigError(f"sandbox: jail is not possible: {advice}") from error
 
 
 @cache

@@ -153,7 +153,7 @@ async def _call_in_loop(function: Callable[[], Any]) -> Any:
         called_function = getattr(function, "func", function)
         function_name = getattr(called_function, "__qualname__", repr(called_function))
         log.warning(
-            "%s held up all episodes of the worker for %.1f s; make it async, or blocking",
+            "%s blocked all episodes of the worker for %.1f s; make it async, or set blocking",
             function_name,
             blocked_seconds,
         )

@@ -71,8 +71,8 @@ def find_image(name: str) -> Image:
     except FileNotFoundError:
         known_names = ", ".join(sorted(path.name for path in images.glob("names/*"))) or "none"
         raise ConfigError(
-            f"there is no image {name!r} (there are: {known_names}); "
-            f"make one: asyncrl image import FILE --name {name}"
+            f"no image named {name!r} (available: {known_names}); "
+            f"import one: asyncrl image import FILE --name {name}"
         ) from None
     except (OSError, *UNDECODABLE) as error:
         raise ConfigError(

@@ -38,7 +38,7 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
     the image below the new image. ConfigError tells why an import is refused. Must be called outside of
     event loops."""
     if name and (not NAME_PATTERN.fullmatch(name) or name.startswith("sha256-")):
-        raise ConfigError(f"--name {name!r}: up to 100 letters, digits and . _ -, but not sha256-")
+        raise ConfigError(f"--name {name!r}: use up to 100 letters, digits and . _ -, but not sha256-")
 
     if source != "-" and not os.path.exists(source):
         raise ConfigError(f"{source}: no such file or directory")
@@ -47,7 +47,7 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
     layer_roots = [root for root in image.layers if root]
     digests_below = tuple(Path(root).parent.name for root in layer_roots)
     if len(digests_below) > MAX_IMAGES_BELOW:
-        raise ConfigError(f"--over {over}: it lies over {MAX_IMAGES_BELOW} images itself; import them as one")
+        raise ConfigError(f"--over {over}: it is itself over {MAX_IMAGES_BELOW} images; import them as one")
     image = msgspec.structs.replace(image, digest="", root="", over=digests_below, size=0, files=0)
 
     images = images_directory()
@@ -113,7 +113,7 @@ def remove_image(name: str) -> bool:
 
         if removes_image and digests_above:
             raise ConfigError(
-                f"image {name!r} has images over it: {len(digests_above)}; remove first {digests_above[0]}"
+                f"image {name!r} is below {len(digests_above)} other images; remove {digests_above[0]} first"
             )
 
         for image_name in names_by_digest[digest] if removes_image else [name]:
@@ -154,8 +154,8 @@ def _refuse_hiding(root: str, layer_roots: list[str]) -> None:
                 if layers_with_path[:1] == linking_layers[:1]:
                     link_target = os.readlink(layers_with_path[0] + path)
                     raise ConfigError(
-                        f"{path[1:]!r} is a link to {link_target!r} in the image below, all of which this "
-                        f"would hide: put its files there, or delete the link before ({DELETED_PREFIX}NAME)"
+                        f"{path[1:]!r} is a link to {link_target!r} in the image below, which this directory "
+                        f"would hide: put the files there, or delete the link first ({DELETED_PREFIX}NAME)"
                     )
                 pending_directories.append(
                     (path, [layer for layer in layers_with_path if layer not in linking_layers])
@@ -189,7 +189,8 @@ def _lock_images(images: Path) -> Iterator[None]:
             if time.monotonic() > deadline:
                 lock_holder = f"process {Path(lock_file.name).read_text()}"
                 raise ConfigError(
-                    f"{lock_file.name}: {lock_holder} has kept it for {LOCK_SECONDS:g} s; wait, or end that"
+                    f"{lock_file.name}: {lock_holder} has held it for {LOCK_SECONDS:g} s; wait, or end that "
+                    "process"
                 )
             time.sleep(0.05)
 

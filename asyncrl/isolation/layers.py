@@ -122,7 +122,7 @@ def find_layers(
     user = settings.user or ""
 
     if "\0" in "".join((*environment, *environment.values(), directory, user)):
-        refuse("its settings hold a NUL")
+        refuse("its settings contain a NUL")
 
     directory = posixpath.normpath(directory)
     image = msgspec.structs.replace(image, environment=environment, directory=directory, user=user)

@@ -46,9 +46,9 @@ OPAQUE_ATTRIBUTE = ("user.overlay.opaque", b"y")
 class Bounds(msgspec.Struct, frozen=True):
     """Limit an import: larger archives are refused."""
 
-    mib: Annotated[int, Meta(description="MiB of the files of all layers")] = 16_384
-    files: Annotated[int, Meta(description="files and directories of all layers")] = 500_000
-    seconds: Annotated[int, Meta(description="seconds of unpacking")] = 1_800
+    mib: Annotated[int, Meta(description="MiB of files in all layers")] = 16_384
+    files: Annotated[int, Meta(description="files and directories in all layers")] = 500_000
+    seconds: Annotated[int, Meta(description="seconds for unpacking")] = 1_800
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -99,7 +99,7 @@ def _unpack_in_root(order: Order) -> Image:
         entry_text = f"entry {unpacking.current_entry[:200]!r}: " if unpacking.current_entry else ""
         known_reasons = {
             MemoryError: f"a header over {MAX_MEMORY_BYTES >> 20} MiB",
-            RecursionError: "lies in too many directories",
+            RecursionError: "is nested in too many directories",
         }
         failure_reason = known_reasons.get(type(error)) or reason(error)
         raise ConfigError(entry_text + failure_reason) from error
@@ -230,7 +230,7 @@ class _Unpacking:
 
                 parts = [part for part in member.name.split("/") if part not in ("", ".")]
                 if ".." in parts:
-                    refuse("its name leads upwards")
+                    refuse("its name contains ..")
                 yield tar, "/" + "/".join(parts), member
 
             tar.fileobj.seek(tar.offset)
@@ -254,7 +254,7 @@ class _Unpacking:
         # A double prefix marks notes of aufs
         elif name.startswith(DELETED_PREFIX) and not name.startswith(DELETED_PREFIX * 2):
             if (name := name.removeprefix(DELETED_PREFIX)) in ("", ".", ".."):
-                refuse("deletes no name")
+                refuse("does not name what to delete")
             _remove_path(deleted_path := posixpath.join(directory, name))
             if self.has_image_below:
                 self._make_directories(directory)
@@ -294,7 +294,7 @@ class _Unpacking:
         if os.path.isdir(path):
             return
         if os.path.lexists(path) and not stat.S_ISCHR(os.lstat(path).st_mode):
-            refuse(f"{path!r} above it is no directory")
+            refuse(f"{path!r} above it is not a directory")
 
         self._make_directories(posixpath.dirname(path))
         self._count_entry()
@@ -314,7 +314,7 @@ def _open_tar(file: IO[bytes]) -> tarfile.TarFile:
     try:
         return tarfile.open(fileobj=file)
     except tarfile.ReadError:
-        refuse("is no tar archive, or compressed otherwise than by gzip, bzip2 or xz")
+        refuse("is not a tar archive, or is compressed with something other than gzip, bzip2 or xz")
 
 
 def _make_directory(path: str, mode: int) -> None:

@@ -25,6 +25,7 @@ from asyncrl.observe.background import BackgroundCalls
 from asyncrl.observe.metrics import BATCH, HELD_OUT, HIGHEST, VALIDATED, figures
 from asyncrl.observe.table import PipeSafeTerminal
 from asyncrl.observe.transcripts import Transcript, newest_transcript
+from asyncrl.observe.wrapping import fit_terminal
 from asyncrl.values import printable
 from asyncrl.wire.messages.shared import Status
 
@@ -104,7 +105,8 @@ class Console:
     def print_error(self, text: str) -> None:
         """Print on standard error, in every mode, why the run failed."""
         with suppress(OSError):
-            print(printable(f"asyncrl: {text}"), file=sys.stderr, flush=True)
+            error_text = fit_terminal(printable(f"asyncrl: {text}"), sys.stderr)
+            print(error_text, file=sys.stderr, flush=True)
 
     def _print_plain(self, text: str) -> None:
         if self.mode == "plain":
@@ -112,7 +114,8 @@ class Console:
             self._print(text)
 
     def _print(self, text: str) -> None:
-        self.terminal.print(escape(text), highlight=False, soft_wrap=True)
+        lines = fit_terminal(text, self.terminal.file)
+        self.terminal.print(escape(lines), highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from msgspec.structs import replace
 from rich.columns import Columns
@@ -19,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.observe.alerts import Alert, unless_quoted
+from asyncrl.observe.columns import MetricColumns
 from asyncrl.observe.metrics import (
     BATCH,
     FIGURES,
@@ -34,6 +36,7 @@ from asyncrl.observe.metrics import (
     value_of,
 )
 from asyncrl.observe.transcripts import Transcript
+from asyncrl.observe.wrapping import HANGING_INDENT, shorten, wrap_text
 from asyncrl.wire.messages.shared import Status
 
 FIGURE_GAP = 3  # columns between figures
@@ -44,7 +47,7 @@ MAX_CURVE_WIDTH = 120
 # Most lines of each part of the picture.
 MAX_WAIT_LINES = 4
 MAX_FAILURE_LINES = 3
-MAX_HINT_LINES = 2
+MAX_HINT_LINES = 4
 # Levels of alerts that stand above the curves; alerts of other levels are hints below them.
 ALARM_LEVELS = ("bad", "warn")
 ALERT_COLORS = {"bad": "red", "warn": "yellow", "good": "green", "advice": "cyan"}  # by level of the alert
@@ -94,8 +97,8 @@ class ConsoleState:
     status: Status
     metrics: dict[str, float] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
-    # Values by step, for each metric of `TRACED`.
-    history: dict[str, list[float]] = field(default_factory=dict)
+    # Values by step, in the order of the steps, for each metric of `TRACED`; see `record_step`.
+    history: dict[str, dict[int, float]] = field(default_factory=dict)
     transcript: Transcript | None = None  # shown in place of the figures
     progress: Progress = field(default_factory=lambda: Progress(time.monotonic()))
 
@@ -118,14 +121,37 @@ class ConsoleState:
         return f"step {step}/{self.status.total_steps}{first_batch_text}"
 
     def record_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Record a committed step and its metrics row, which is newer than the gauges."""
+        """Record a committed step and its metrics row, which is newer than the gauges. A run that was resumed
+        from an earlier step repeats steps: what the curves had from this step on is dropped.
+
+        Example: steps 1 to 40, then 31, leave a curve of steps 1 to 31.
+        """
         gauges = {name: value for name, value in self.status.gauges.items() if name not in metrics}
         self.status = replace(self.status, step=step, gauges=gauges)
 
         self.metrics = metrics
         self.progress.update_steps(step, True, time.monotonic())
+        self.drop_steps_after(step - 1)
         for name in metrics.keys() & TRACED:
-            self.history.setdefault(name, []).append(metrics[name])
+            self.history.setdefault(name, {})[step] = metrics[name]
+
+    def drop_steps_after(self, last_step: int) -> None:
+        """Drop the points of the curves beyond a step."""
+        for name, points in self.history.items():
+            if points and next(reversed(points)) > last_step:
+                self.history[name] = {step: value for step, value in points.items() if step <= last_step}
+
+    def load_earlier_steps(self, run_dir: Path) -> None:
+        """Read the curves of the earlier launches of a run that is resumed."""
+        columns = MetricColumns(run_dir / "metrics.jsonl")
+        columns.update()
+        for name in TRACED:
+            step_indexes = columns.steps_having(name)
+            steps = columns.steps[step_indexes].astype(int).tolist()
+            values = columns.values(name)[step_indexes].tolist()
+            points = {step: value for step, value in zip(steps, values, strict=True) if math.isfinite(value)}
+            if points:
+                self.history[name] = points
 
     @property
     def newest_values(self) -> dict[str, float]:
@@ -146,31 +172,35 @@ def render(state: ConsoleState, terminal: Terminal, has_keyboard: bool = False) 
     free_lines = max(0, height - len(progress_lines))
 
     if transcript := state.transcript:
-        title_lines = render_lines(_text([transcript.title], "bold"))[:2]
+        title_lines = render_lines(_text([transcript.title], width, "bold"))[:2]
         # The end of the text is shown, as the answer is there.
         text_height = max(0, free_lines - len(title_lines) - 1)
-        text_lines = render_lines(_text(transcript.text.splitlines()))[-text_height:] if text_height else []
+        text = _text(transcript.text.splitlines(), width, hanging_indent=0)
+        text_lines = render_lines(text)[-text_height:] if text_height else []
         body_lines = [*title_lines, *text_lines, *render_lines(Text("press any key to go back", "dim"))]
     else:
         status = state.status
-        figure_names = (figure for figure in _figure_names(state) if figure not in state.history)
+        newest_values = state.newest_values
+        figure_texts = [
+            Text.assemble((f"{label(name)} ", "dim"), value_of(name, newest_values[name]))
+            for name in _figure_names(state)
+            if name in newest_values and name not in state.history
+        ]
         curve_lines = render_lines(_curve_table(state, width))
-        figure_lines = render_lines(
-            Columns(figures(figure_names, state.newest_values), padding=(0, FIGURE_GAP, 0, 0), equal=True)
-        )
+        figure_lines = render_lines(Columns(figure_texts, padding=(0, FIGURE_GAP, 0, 0), equal=True))
 
         alarm_lines = render_lines(
-            *(_alert_text(alert) for alert in status.alerts if alert.level in ALARM_LEVELS)
+            *(_alert_text(alert, width) for alert in status.alerts if alert.level in ALARM_LEVELS)
         )
         failure_text = unless_quoted(status.failed, status.alerts)
-        alarm_lines += render_lines(_text([failure_text], "red")) if failure_text else []
+        alarm_lines += render_lines(_text([failure_text], width, "red")) if failure_text else []
         alarm_lines = alarm_lines[:MAX_FAILURE_LINES]
         hint_lines = render_lines(
-            *(_alert_text(alert) for alert in status.alerts if alert.level not in ALARM_LEVELS)
+            *(_alert_text(alert, width) for alert in status.alerts if alert.level not in ALARM_LEVELS)
         )[:MAX_HINT_LINES]
 
         footer_lines = (
-            [*render_lines("waiting:"), *render_lines(_text(status.waits, "yellow"))[:MAX_WAIT_LINES]]
+            [*render_lines("waiting:"), *render_lines(_text(status.waits, width, "yellow"))[:MAX_WAIT_LINES]]
             if status.waits
             else []
         )
@@ -207,7 +237,7 @@ def _curve_table(state: ConsoleState, width: int) -> Table:
     """Return a table with a row per traced metric: label, curve of all steps so far, newest value."""
     table = Table.grid(padding=(0, 1, 0, 0))
     traced_names = [name for name in TRACED if state.history.get(name)]
-    newest_texts = {name: value_of(name, state.history[name][-1]) for name in traced_names}
+    newest_texts = {name: value_of(name, [*state.history[name].values()][-1]) for name in traced_names}
     gap_columns = 2  # between the three columns of the table
     taken_width = (
         max(map(len, map(label, traced_names)), default=0)
@@ -216,18 +246,19 @@ def _curve_table(state: ConsoleState, width: int) -> Table:
     )
 
     for name in traced_names:
-        curve = sparkline(state.history[name], max(1, min(MAX_CURVE_WIDTH, width - taken_width)))
+        curve = sparkline([*state.history[name].values()], max(1, min(MAX_CURVE_WIDTH, width - taken_width)))
         table.add_row(Text(label(name), "dim"), Text(curve, "cyan"), newest_texts[name])
     return table
 
 
-def _alert_text(alert: Alert) -> Text:
-    return _text([alert.line], ALERT_COLORS[alert.level])
+def _alert_text(alert: Alert, width: int) -> Text:
+    return _text([alert.line], width, ALERT_COLORS[alert.level])
 
 
-def _text(lines: Iterable[str], style: str = "") -> Text:
-    """Join lines that a model or a tool may have written, without their control characters."""
-    return Text("\n".join("".join(c if c.isprintable() else " " for c in line) for line in lines), style)
+def _text(lines: Iterable[str], width: int, style: str = "", hanging_indent: int = HANGING_INDENT) -> Text:
+    """Join lines that a model or a tool may have written, without their control characters, and wrap them."""
+    plain_text = "\n".join("".join(c if c.isprintable() else " " for c in line) for line in lines)
+    return Text(wrap_text(plain_text, width, hanging_indent), style)
 
 
 def plain_line(state: ConsoleState, with_waits: bool = True) -> str:
@@ -237,7 +268,7 @@ def plain_line(state: ConsoleState, with_waits: bool = True) -> str:
     line = f"[{state.status.phase}] {state.steps_text} | {state.times_text}"
 
     alert_texts = [f"{alert.name}: {alert.what}" for alert in status.alerts if alert.level != "advice"][:1]
-    line += "".join(f" | {text[:PLAIN_ALERT_WIDTH]}" for text in alert_texts)
+    line += "".join(f" | {shorten(text, PLAIN_ALERT_WIDTH)}" for text in alert_texts)
     figure_names = (name for name in _figure_names(state) if not name.startswith("val-core/"))
     figure_texts = [*figures(figure_names, state.newest_values)] if status.phase != "starting" else []
     waits_text = f"waits: {'; '.join(status.waits)}" if status.waits else ""
@@ -252,9 +283,7 @@ def plain_line(state: ConsoleState, with_waits: bool = True) -> str:
         line = longer_line if len(longer_line) + reserved_width <= PLAIN_LINE_WIDTH else line
 
     ending_width = (PLAIN_LINE_WIDTH - len(line)) // (len(endings) or 1) - 3
-    return line + "".join(
-        f" | {text if len(text) <= ending_width else text[: ending_width - 1] + '…'}" for text in endings
-    )
+    return line + "".join(f" | {shorten(text, ending_width)}" for text in endings)
 
 
 def _figure_names(state: ConsoleState) -> list[str]:

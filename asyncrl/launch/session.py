@@ -178,7 +178,9 @@ class Session:
 
         match message:
             case Status():
-                self._has_started = self._has_started or message.phase != "starting"
+                if not self._has_started and message.phase != "starting":
+                    self._has_started = True
+                    self._console.state.drop_steps_after(message.step)
                 self._supervisor.run_step = message.step
                 # A stopping coordinator issues no more work.
                 if message.phase == "stopping" and self._stop_deadline is None:

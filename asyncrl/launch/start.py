@@ -92,6 +92,8 @@ def train(
             open_console(console_mode, config.name, config.total_steps, config.validation.success, run_dir)
         )
 
+        with recorded():  # no run fails for its curves
+            console.state.load_earlier_steps(run_dir)
         if changed_keys:
             console.print_note(f"resuming with changed keys: {changed_keys}")
         for line in run_data.truth_lines:

@@ -21,6 +21,7 @@ from asyncrl.observe.summary import (
     outcome_line,
     summary_notes,
 )
+from asyncrl.observe.wrapping import fit_terminal
 from asyncrl.values import printable
 
 
@@ -96,11 +97,16 @@ def print_summary(
     """Print a run's results in the order of the page's overview: outcome, alerts, before and after, numbers
     (`everything`: diagnostics, too), the conservation identity, paths of model and run."""
     terminal = terminal or PipeSafeTerminal()
+
+    def print_line(text: str, style: str = "") -> None:
+        lines = fit_terminal(printable(text), terminal.file)
+        terminal.print(escape(lines), style=style, highlight=False, soft_wrap=True)
+
     outcome = outcome_line(summary, str(summary.get("outcome", "completed")))
-    terminal.print(escape(f"{run_dir.name}: {outcome}"), style="bold", highlight=False, soft_wrap=True)
+    print_line(f"{run_dir.name}: {outcome}", style="bold")
 
     for line in summary.get("alerts", []):
-        terminal.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+        print_line(f"  {line}")
 
     table = Table("", "before", "after")
     for row in before_and_after(summary):
@@ -113,21 +119,21 @@ def print_summary(
         lines.append(line)
 
     for line in (*lines, *summary_notes(summary)):
-        terminal.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+        print_line(f"  {line}")
 
-    terminal.print(identity_line(summary["flow"], summary["conserved"]), highlight=False, soft_wrap=True)
+    print_line(identity_line(summary["flow"], summary["conserved"]))
     checkpoints = Path(summary.get("checkpoints") or run_dir.absolute() / "checkpoints")
     export_directory = checkpoints / f"step-{summary['steps']}" / "hf"
     if summary.get("agents"):
         merge_command = f"adapters: asyncrl merge {run_dir.name} OUT --adapters apart"
-        terminal.print(merge_command, highlight=False, soft_wrap=True)
+        print_line(merge_command)
     elif export_directory.is_dir():
-        terminal.print(f"model: {export_directory}", highlight=False, soft_wrap=True)
+        print_line(f"model: {export_directory}")
 
-    terminal.print(f"run: {run_dir.absolute()}", highlight=False, soft_wrap=True)
+    print_line(f"run: {run_dir.absolute()}")
     if not everything:
         more_commands = f"more: asyncrl view {run_dir.name}; asyncrl runs show {run_dir.name} --all"
-        terminal.print(more_commands, highlight=False, soft_wrap=True)
+        print_line(more_commands)
 
 
 def asynchrony_line(summary: Mapping[str, Any]) -> str:

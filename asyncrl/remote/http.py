@@ -289,7 +289,7 @@ class RemoteModel:
         try:
             return _decode_completion(answer).choices[0].message.content or ""
         except (*UNDECODABLE, IndexError) as error:
-            raise RemoteError(f"{url}: the answer is no chat completion ({one_line(error)})") from error
+            raise RemoteError(f"{url}: the answer is not a chat completion ({one_line(error)})") from error
 
 
 def bearer_header(api_key_env: str) -> dict[str, str]:
@@ -299,5 +299,5 @@ def bearer_header(api_key_env: str) -> dict[str, str]:
         return {}
     api_key = os.environ.get(api_key_env)
     if not api_key:
-        raise ConfigError(f"the environment variable {api_key_env} holds no key; set it")
+        raise ConfigError(f"the environment variable {api_key_env} does not contain a key; set it")
     return {"Authorization": f"Bearer {api_key}"}

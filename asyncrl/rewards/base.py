@@ -33,8 +33,8 @@ MAX_NOTE_CHARACTERS = 500
 
 
 class RewardError(AsyncrlError):
-    """Raised if a reward or a shaping raised, ran out of time, crashed its process or returned no number; or,
-    with another `reason`, if tests could not judge."""
+    """Raised if a reward or a shaping raised an error, ran out of time, crashed its process or did not return
+    a number; or, with another `reason`, if tests could not judge the episode."""
 
     def __init__(self, message: str, reason: FailReason = FailReason.REWARD_ERROR) -> None:
         super().__init__(message)
@@ -42,11 +42,12 @@ class RewardError(AsyncrlError):
 
 
 class RewardInput(msgspec.Struct, frozen=True):
-    """Shows a finished episode to a reward of the whole trajectory.
+    """A finished episode, as input for a reward of the whole trajectory.
 
-    `answer` is the last turn's text outside tool calls and reasoning, `messages` the whole conversation,
-    prompt and tool replies included, `transcript` the same conversation as decoded tokens. `result`: the
-    return value of an agent program, or the `result` of the tools' objects, a JSON value.
+    `answer` is the text of the last turn without tool calls and reasoning. `messages` is the whole
+    conversation, including the prompt and tool replies, and `transcript` the same conversation as decoded
+    tokens. `result`: the return value of an agent program, or the `result` of the tools' objects, as a JSON
+    value.
     """
 
     sample: Sample
@@ -76,14 +77,14 @@ RewardLocation = Literal["loop", "processes", "one_process"]
 
 
 def runs(location: RewardLocation) -> Callable[[F], F]:
-    """Decorate a reward with the location where the reward runs.
+    """Decorate a reward with the location where it runs.
 
-    `loop`: in the worker's event loop, which a reward must not block for more than a millisecond.
+    `loop`: in the event loop of the worker, which a reward must not block for more than a millisecond.
     `processes`: in a few child processes, which the deadline can kill; the default for sync functions.
-    `one_process`: in a single process, for large objects such as a model. Async functions run in the loop; an
-    async function with the attribute `own_deadline = True` sets its own deadlines, for example if the
-    function first waits for a sandbox: the call is cancelled only after 11 times `rollout.reward_timeout`;
-    with `math.inf` never.
+    `one_process`: in a single process, for large objects such as a model. Async functions run in the loop. An
+    async function with the attribute `own_deadline = True` sets its own deadlines, for example if it first
+    waits for a sandbox: the call is cancelled only after 11 times `rollout.reward_timeout`, or never with
+    `math.inf`.
     """
 
     def mark(function: F) -> F:
@@ -167,7 +168,7 @@ def score_of_batch(scores: Any) -> float:
     is_list = isinstance(scores, Iterable) and not isinstance(scores, str | Mapping)
     episode_scores = list(scores) if is_list else []
     if len(episode_scores) != 1:
-        raise TypeError(f"the reward is {scores!r:.100}; a list of one number is expected")
+        raise TypeError(f"the reward is {scores!r:.100}; expected a list of one number")
     return 0.0 if episode_scores[0] is None else finite_number("the reward", episode_scores[0])
 
 
@@ -217,9 +218,9 @@ def as_result(result: Any) -> RewardResult:
     turns = result.get("turns", ())
     components = result.get("components", numbers)
     if not isinstance(turns, Iterable) or isinstance(turns, str | Mapping):
-        raise TypeError(f"'turns' of the reward is a {type(turns).__name__}; a list of numbers is expected")
+        raise TypeError(f"'turns' of the reward is a {type(turns).__name__}; expected a list of numbers")
     if not isinstance(components, Mapping):
-        raise TypeError(f"'components' of the reward is a {type(components).__name__}; a dict is expected")
+        raise TypeError(f"'components' of the reward is a {type(components).__name__}; expected a dict")
 
     finite_components = {
         str(name): finite_number(f"component {name!r} of the reward", value)

@@ -122,12 +122,12 @@ def read_code_truth(truth_or_json: Any) -> CodeTruth:
     try:
         truth = msgspec.convert(truth_or_json, CodeTruth)
     except msgspec.ValidationError as error:
-        raise ValueError(f"the ground truth holds no tests: {error}") from None
+        raise ValueError(f"the ground truth contains no tests: {error}") from None
 
     if len(truth.inputs) != len(truth.outputs):
         raise ValueError(f"the ground truth has {len(truth.inputs)} inputs, {len(truth.outputs)} outputs")
     if not truth.inputs and not truth.tests:
-        raise ValueError("the ground truth holds no tests: `inputs` and `outputs`, or `tests`, are expected")
+        raise ValueError("the ground truth contains no tests: expected `inputs` and `outputs`, or `tests`")
 
     return truth
 

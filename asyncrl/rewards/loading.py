@@ -66,7 +66,7 @@ def load_rewards(plugin: str | Mapping[str, Options], where: str = REWARD_KEY) -
     """Load the rewards that the config names. ConfigError that begins with `where`."""
     options_by_spec = {plugin: {}} if isinstance(plugin, str) else plugin
     if not options_by_spec:
-        raise ConfigError(f"{where} names no reward; name one, e.g. final_number")
+        raise ConfigError(f"{where} does not name a reward; set one, e.g. final_number")
 
     short_names = [spec.rpartition(":")[2] for spec in options_by_spec]
     names = short_names if len(set(short_names)) == len(short_names) else list(options_by_spec)
@@ -75,7 +75,7 @@ def load_rewards(plugin: str | Mapping[str, Options], where: str = REWARD_KEY) -
     for name, (spec, options) in zip(names, options_by_spec.items(), strict=True):
         weight = options.get("weight", 1.0)
         if not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise ConfigError(f"{where}.{spec}.weight is {weight!r}; a finite number is expected")
+            raise ConfigError(f"{where}.{spec}.weight must be a finite number, not {weight!r}")
         source = RewardSource(spec, {key: value for key, value in options.items() if key != "weight"})
         loaded_rewards.append(replace(load_reward(source, where), name=name, weight=float(weight)))
 

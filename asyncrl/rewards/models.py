@@ -67,7 +67,7 @@ async def scoring_url(url: str, seconds: float) -> AsyncIterator[str]:
         yield url
         return
     if (find_server := scorer_url.get(None)) is None:
-        raise RemoteError(f"{url}: only workers of a run know where it is; give the URL of a server")
+        raise RemoteError(f"{url}: only workers of a run know its address; set the URL of a server")
 
     try:
         async with asyncio.timeout(seconds / 2):
@@ -129,7 +129,7 @@ class RewardModel:
                 direct=self.url.startswith(SCORER_PREFIX),
             )
 
-        with RemoteError.instead_of(*UNDECODABLE, text=f"{url}: no answer of a reward model"):
+        with RemoteError.instead_of(*UNDECODABLE, text=f"{url}: not the answer of a reward model"):
             outputs = _decode_classification(answer).embedding
 
         return normalised_output(outputs, self.label, self.normalise)
@@ -198,7 +198,7 @@ class Classifier:
 def normalised_output(values: Sequence[float], label: int, normalise: Normalise) -> float:
     """Return the normalised output of one label. ValueError if the model has fewer labels."""
     if label >= len(values):
-        raise ValueError(f"label {label} of a model that gives {len(values)} numbers")
+        raise ValueError(f"label {label} is too high for a model that returns {len(values)} numbers")
 
     value = values[label]
     if normalise == "sigmoid":
@@ -220,7 +220,7 @@ def _conversation(episode: RewardInput, scored_text: ScoredText) -> list[dict[st
 def _existing_directory(option: str, path: str) -> str:
     directory = os.path.expanduser(path)
     if not os.path.isdir(directory):
-        raise ConfigError(f"{option}: there is no directory {path!r}")
+        raise ConfigError(f"{option}: no such directory: {path!r}")
     return directory
 
 
@@ -253,10 +253,10 @@ class LLMJudge:
     ) -> None:
         self._model = RemoteModel(url, model, api_key_env, timeout, retries, temperature, max_tokens)
         self._prompt_template = _load_template(prompt)
-        with ConfigError.instead_of(re.error, text=f"score: {score!r} is no pattern"):
+        with ConfigError.instead_of(re.error, text=f"score: {score!r} is not a valid pattern"):
             self._score_pattern = re.compile(score)
         if self._score_pattern.groups < 1:
-            raise ConfigError(f"score: {score!r} has no group for the number; put it in brackets")
+            raise ConfigError(f"score: {score!r} has no group for the number; put it in parentheses")
         self._scale = scale
 
     async def __call__(self, episode: RewardInput) -> float:
@@ -309,12 +309,13 @@ def _load_template(prompt: str) -> Any:
         "scale",
     }
 
-    with ConfigError.instead_of(jinja2.TemplateSyntaxError, text="the prompt is no Jinja template"):
+    with ConfigError.instead_of(jinja2.TemplateSyntaxError, text="the prompt is not a Jinja template"):
         unknown_names = jinja2.meta.find_undeclared_variables(environment.parse(prompt)) - variable_names
 
     if unknown_names:
         raise ConfigError(
-            f"the prompt names {sorted(unknown_names)[0]!r}; there are: {', '.join(sorted(variable_names))}"
+            f"unknown variable {sorted(unknown_names)[0]!r} in the prompt; known: "
+            f"{', '.join(sorted(variable_names))}"
         )
 
     return environment.from_string(prompt)

@@ -64,7 +64,7 @@ def pack_entry(value: Any) -> Any:
         case bool() | int() | float() | None:
             return value
 
-    raise ValueError(f"{type(value).__name__} has no JSON")
+    raise ValueError(f"{type(value).__name__} cannot be written as JSON")
 
 
 def unpack_entry(value: Any) -> Any:

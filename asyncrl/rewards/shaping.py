@@ -46,10 +46,9 @@ def overlong(
 ) -> float:
     """min(-(len - (limit - buffer)) / buffer · factor, 0), len = model tokens (DAPO, arXiv 2503.14476).
 
-    Use: where length grows without success; with tools too, since replies are not counted. At any staleness.
-    `limit` 0: the most model tokens that an episode can have, min(rows · rollout.max_tokens, max_turns ·
-    max_new_tokens), of one row unless its history is rewritten; the prompt counts against max_tokens, so set
-    it where prompts are long. `buffer` 0: a fifth of the limit, DAPO's 4,096 of 20,480.
+    Use: answers that grow longer without success, at any staleness. Tool replies are not counted. `limit` 0:
+    the most model tokens that an episode can have, min(rows · rollout.max_tokens, max_turns ·
+    max_new_tokens); set `limit` if prompts are long. `buffer` 0: a fifth of the limit.
     """
     limit = limit or episode.limit
     buffer = buffer or max(limit // 5, 1)

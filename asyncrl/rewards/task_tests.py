@@ -105,7 +105,7 @@ class JudgedByTests:
     async def __call__(self, episode: RewardInput) -> dict[str, Any]:
         task = task_of(episode.sample)
         if task is None:
-            raise RewardError("the sample is no task: it has no extra_info.task with an image")
+            raise RewardError("the sample is not a task: it has no extra_info.task with an image")
 
         tests = msgspec.json.decode(episode.sample.ground_truth_json, type=TaskTests)
         result = episode.result if isinstance(episode.result, dict) else {}
@@ -157,7 +157,7 @@ class JudgedByTests:
             if sandbox_started and changes is not None and isinstance(error, SandboxError):
                 raise NoVerdict(one_line(error)) from error
 
-            reason = f"task {task.name}: {one_line(error) or f'not set up in {self.setup_seconds:g} s'}"
+            reason = f"task {task.name}: {one_line(error) or f'setup took over {self.setup_seconds:g} s'}"
             raise RewardError(reason, FailReason.SETUP_FAILED) from error
         finally:
             if sandbox is not None:
@@ -183,7 +183,7 @@ class JudgedByTests:
         endings = {
             RunEnding.LATE: timeout_note,
             RunEnding.DIED: timeout_note,
-            RunEnding.OVER: f"the tests took more than {jail.limits.resident} MiB with their files",
+            RunEnding.OVER: f"the tests used more than {jail.limits.resident} MiB with their files",
         }
         if run_result.ending in endings:
             raise NoVerdict(endings[run_result.ending])
@@ -200,7 +200,7 @@ class JudgedByTests:
                 "shell", f"tail -c {OUTPUT_TAIL} {LOG_DIRECTORY}/test-stdout.txt", READ_OUTPUT_SECONDS
             )
             raise NoVerdict(
-                f"no verdict: {one_line(error)}; the tests said: {test_output.output.strip()}"
+                f"no verdict: {one_line(error)}; the tests wrote: {test_output.output.strip()}"
             ) from error
 
         components = {
@@ -218,7 +218,7 @@ def read_changes(result: Any) -> list[Entry]:
         return list(read_entries(base64.b64decode(result["changes"], validate=True)))
     except (TypeError, KeyError):
         raise RewardError(
-            "there are no changes to judge: the agent or the tools must work in the task's image"
+            "no changes to judge: the agent or the tools must work in the task's image"
         ) from None
 
 

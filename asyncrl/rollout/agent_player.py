@@ -227,20 +227,20 @@ class AgentPlayer:
 
         side_requests = ""
         if self._branches.turns:
-            side_requests = ", but for side requests (rollout.untrained_agents, or not of `agents`)"
-        raise AgentError(f"the agent ended without asking the model{side_requests}")
+            side_requests = ", except in side requests (rollout.untrained_agents, or not of `agents`)"
+        raise AgentError(f"the agent ended without calling the model{side_requests}")
 
     async def expire(self) -> Outcome:
         self._check_replayed()
         if not without_untrained(self._branches.turns):
-            detail = "not one turn was done within rollout.episode_timeout"
+            detail = "rollout.episode_timeout passed before the first turn was finished"
             return Outcome(Fail(FailReason.DEADLINE, detail), ())
 
         if self._agent_outcome is not None:
             end, result = self._agent_outcome
             return await self._score_turns(end, result)
 
-        unknown_result = {"failed": "the time was up before what changed was collected"}
+        unknown_result = {"failed": "the time was up before the changes were collected"}
         result = unknown_result if task_of(self.run.assignment.sample) else None
         return await self._score_turns(EpisodeEnd.TIMEOUT, result)
 

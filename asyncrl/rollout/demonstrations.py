@@ -45,7 +45,7 @@ class DemonstrationPlayer:
 
         recorded_tokens = [(turn.context, turn.generation.ids) for turn in recorded]
         if recorded_tokens != [(turn.context, turn.generation.ids) for turn in turns[: len(recorded)]]:
-            raise ProtocolError("the recorded turns are not those of the data any more")
+            raise ProtocolError("the recorded turns no longer match the data")
 
         for turn in turns[len(recorded) :]:
             await self.run.post_turn(turn)
@@ -96,7 +96,7 @@ class NoEngine:
         self.asleep = False
 
     async def generate(self, request: Request) -> Generation:
-        raise EngineError("a supervised run samples in validation only")
+        raise EngineError("a supervised run samples only in validation")
 
     def release(self, session: str) -> None:
         """Do nothing: sessions hold nothing."""

@@ -39,7 +39,7 @@ class EpisodeEnvironment:
             with users_code():
                 self.environment = make_environment()
         except Exception as error:
-            raise EnvironmentFailed(f"the environment cannot be made: {describe(error)}") from error
+            raise EnvironmentFailed(f"the environment cannot be created: {describe(error)}") from error
 
         self._default_limit = default_limit
         self._waits = waits
@@ -100,7 +100,7 @@ def _checked_observation(answer: Any) -> Observation:
     """Return an observation that can be recorded: rewards may be numpy numbers, and messages a list.
     TypeError or ValueError."""
     if not isinstance(answer, Observation):
-        raise TypeError(f"an Observation is expected, not {type(answer).__name__}")
+        raise TypeError(f"expected an Observation, not {type(answer).__name__}")
 
     messages = tuple(islice(answer.messages, MAX_MESSAGES + 1))
     if len(messages) > MAX_MESSAGES:

@@ -135,7 +135,7 @@ class LocalSampler:
 
     def _required_engine(self) -> Engine:
         if self.engine is None:
-            raise EngineError(f"there is no {self.name} engine")
+            raise EngineError(f"this worker has no {self.name} engine")
         return self.engine
 
     def _engine_busy(self) -> AbstractContextManager[None]:
@@ -162,7 +162,7 @@ class LocalSampler:
         with recorded() as release_failure:  # a registered engine is users' code
             self.engine.release(session)
         if release_failure:
-            log.warning("the %s engine does not release a session: %s", self.name, release_failure.line)
+            log.warning("the %s engine could not release a session: %s", self.name, release_failure.line)
 
     @property
     def version(self) -> int:
@@ -185,7 +185,7 @@ class LocalSampler:
         with recorded() as close_failure:
             await self.engine.close()
         if close_failure:
-            log.warning("the %s engine does not close: %s", self.name, close_failure.line)
+            log.warning("the %s engine could not be closed: %s", self.name, close_failure.line)
 
     async def _engine_to_load(self) -> Engine:
         if self.engine is None:

@@ -370,7 +370,9 @@ class ServerPool:
     def _suspend_server(self, server: PooledServer, lost_error: Exception) -> None:
         """Avoid a server that lost a turn until the next table, or for SUSPECT_SECONDS."""
         if not server.suspect and server.id in self._servers:
-            log.warning("%s lost a turn (%s): its turns go on elsewhere", server.entry.name, lost_error)
+            log.warning(
+                "%s lost a turn (%s): its turns continue on other servers", server.entry.name, lost_error
+            )
             server.suspect = True
 
             def clear_suspicion() -> None:

@@ -82,7 +82,7 @@ class TurnPlayer:
     async def close(self) -> None:
         await self._tools.close()
         if self._environment is not None and (close_problem := await self._environment.close()):
-            log.warning("the environment of episode %s did not close: %s", self.run.name, close_problem)
+            log.warning("the environment of episode %s could not be closed: %s", self.run.name, close_problem)
 
     # -- commands ------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class TurnPlayer:
         self._environment = EpisodeEnvironment(self.make_environment, tool_timeout, self.run.context.waits)
         first_observation = await self._environment.reset(self.run.assignment.sample)
         if first_observation.done:
-            raise EnvironmentFailed("the environment was over before the first turn")
+            raise EnvironmentFailed("the environment ended before the first turn")
 
         environment_tools = self._environment.environment.tools
         schemas = (

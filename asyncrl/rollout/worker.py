@@ -94,7 +94,7 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     except ConfigError:
         raise
     except AsyncrlError as error:
-        log.error("worker %d leaves: %s", index, one_line(error))
+        log.error("worker %d exits: %s", index, one_line(error))
         return 1
     finally:
         loop.close()

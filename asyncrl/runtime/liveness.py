@@ -73,10 +73,10 @@ class Liveness:
         """Say why the run counts as stalled; '' for a run that has not."""
         if now - self.alive_at > self._silence_limit:
             limit = f"{self._silence_limit:g} s (launch.stall_timeout, and the longest silent wait)"
-            return f"nothing has moved for {limit}"
+            return f"no sign of life for {limit}"
         if now - self.progress_at > self._progress_limit:
             limit = f"{self._progress_limit:g} s (all deadlines of one)"
-            return f"no episode has landed, and nothing was trained, for {limit}"
+            return f"no episode has ended, and nothing has been trained, for {limit}"
         return ""
 
 

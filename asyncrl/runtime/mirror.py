@@ -158,8 +158,8 @@ class Mirror:
             )
             raise WeightsError(f"{version.label} cannot be written here: {error}{advice}") from error
         except (DeadlineError, ProtocolError) as error:
-            log.warning("%s does not come to this machine: %s", version.label, error)
-            raise Unreachable(f"{version.label} does not come: {one_line(error)}") from error
+            log.warning("%s cannot be copied to this machine: %s", version.label, error)
+            raise Unreachable(f"{version.label} cannot be fetched: {one_line(error)}") from error
 
     @contextmanager
     def _machine_lock(self) -> Iterator[Path]:
@@ -180,7 +180,7 @@ class Mirror:
                     give_up_at = time.monotonic() + BARREN_SECONDS + 3 * STALL_SECONDS
 
                 if time.monotonic() > give_up_at:
-                    raise DeadlineError("another process of this machine fetches, and gets nothing")
+                    raise DeadlineError("another process of this machine is fetching, without progress")
                 time.sleep(0.02)
             else:
                 raise DeadlineError(ENDING)
@@ -247,7 +247,7 @@ class Mirror:
             link.send(OpenVersion(version, address, key, anew))
             answer, _ = self._await_answer(link)
         if not isinstance(answer, OpenedVersion):
-            raise ProtocolError(f"{type(answer).__name__} is no answer to OpenVersion")
+            raise ProtocolError(f"{type(answer).__name__} is not an answer to OpenVersion")
         return answer
 
     def _receive_payload(self, opened: OpenedVersion, arriving: ArrivingVersion, lock: Path) -> None:
@@ -297,7 +297,9 @@ class Mirror:
 
                 if (piece := _received_piece(self._await_answer(link), pending_sizes)) is None:
                     if time.monotonic() > barren_at:
-                        raise DeadlineError(f"it has had nothing itself for {BARREN_SECONDS:g} s")
+                        raise DeadlineError(
+                            f"the source itself has received nothing for {BARREN_SECONDS:g} s"
+                        )
                     continue
 
                 offset, data = piece
@@ -343,7 +345,7 @@ class Mirror:
 
         answer, frames = received
         if isinstance(answer, VersionGone):
-            text = f"{answer.version.label} is gone"
+            text = f"{answer.version.label} no longer exists"
             raise Superseded(text) if answer.newer else WeightsError(text)
 
         return answer, frames
@@ -364,10 +366,10 @@ def _received_piece(
     """Return where a requested piece begins, and the piece; None: the source itself waits for the piece."""
     message, frames = answer
     if not isinstance(message, VersionBytes) or message.offset not in pending_sizes:
-        raise ProtocolError(f"{type(message).__name__} that nobody has asked for")
+        raise ProtocolError(f"{type(message).__name__} was not requested")
     if not frames:
         return None
     if len(frames) != 1 or len(frames[0]) != pending_sizes[message.offset]:
-        raise ProtocolError(f"a piece of {sum(map(len, frames))} bytes")
+        raise ProtocolError(f"a chunk of {sum(map(len, frames))} bytes")
 
     return message.offset, frames[0]

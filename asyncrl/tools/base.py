@@ -40,8 +40,9 @@ MAX_REPLY_BYTES = 1 << 18
 
 
 class ToolError(AsyncrlError):
-    """The tools of an episode could not be opened: `FailReason.TOOL_ERROR`. A tool that raises ToolError
-    declines a call: the model reads `error: ` and the text, nothing is tried again, and no failure counts."""
+    """The tools of an episode could not be opened: `FailReason.TOOL_ERROR`. A tool can also raise ToolError
+    to decline a call: the model reads `error: ` and the text, the call is not retried, and it does not count
+    as a failure."""
 
 
 class Options(TypedDict, total=False):
@@ -63,7 +64,7 @@ class Tool:
     """Describes a callable that the model may use.
 
     `schema` is OpenAI's tool schema; `decode` turns the text of a call into keyword arguments, or raises an
-    error for the model to read. `state` makes an object per episode: `function` is called with the object
+    error for the model to read. `state` creates an object per episode: `function` is called with this object
     before the arguments, and tools with the same `state` share the object.
     """
 
@@ -73,33 +74,34 @@ class Tool:
     decode: Decode
     state: Callable[[], Any] | None = None
     timeout: float | None = None
-    """Seconds; None: the caller's default."""
+    """Seconds; None: the default of the caller."""
     retries: int = 0
-    """A call that raised is repeated up to so many times, with growing pauses, before the deadline."""
+    """Maximum number of retries of a call that raised, with growing pauses, before the deadline."""
     concurrency: int | None = None
-    """Calls of this tool that one worker runs at once; None: any number."""
+    """Maximum number of calls of this tool that one worker runs at once; None: unlimited."""
     rate: float | None = None
-    """Calls of this tool that one worker starts per second; None: any number."""
+    """Maximum number of calls of this tool that one worker starts per second; None: unlimited."""
     replay: Replay = "pure"
-    """The treatment of recorded calls when an episode continues after a crash. `pure`: use the recorded
-    reply; `reapply`: run the call again to rebuild its effects; `no`: begin the episode again."""
+    """How recorded calls are treated when an episode continues after a crash. `pure`: use the recorded reply;
+    `reapply`: run the call again to rebuild its effects; `no`: start the episode again."""
     blocking: bool = False
-    """Run a sync function in a thread, which the deadline can abandon; without it the function runs inline,
-    and must be quick. With `state`, also the constructor and the object's other sync methods."""
+    """Run a sync function in a thread, which the deadline can abandon. Otherwise the function runs inline,
+    and must be quick. With `state`, this also applies to the constructor and the other sync methods of the
+    object."""
     process: bool = False
-    """Run a sync function in a process of a pool, where the deadline kills it."""
+    """Run a sync function in a process of a pool, which the deadline can kill."""
     env: tuple[str, ...] = ()
-    """With `process`: environment variables for the process beside the usual variables
+    """With `process`: environment variables for the process, in addition to the usual ones
     (isolation/child.py)."""
     remake: Callable[..., Tool] | None = None
-    """The factory that made the tool, for samples that bring constructor arguments."""
+    """The factory that created the tool, for samples that bring constructor arguments."""
     begin: Callable[[], Awaitable[None]] | None = None
-    """Awaited before every episode with the tool: prepares shared resources outside of the calls' deadline,
-    and returns at once if these are ready."""
+    """Awaited before every episode with the tool: prepares shared resources outside the deadline of the
+    calls, and returns at once if they are ready."""
     end: Callable[[], Awaitable[None]] | None = None
-    """Awaited once at the end of a worker: ends resources that tools share, such as connections."""
+    """Awaited once when a worker ends: releases resources that tools share, such as connections."""
     check: Callable[[dict[str, Any]], Awaitable[str]] | None = None
-    """Describes a problem of decoded arguments for the model; '' if there is none. Runs under the
+    """Describes a problem with decoded arguments for the model; '' if there is none. Runs under the
     deadline."""
 
     @functools.cached_property
@@ -114,7 +116,9 @@ class Tool:
                 raise ConfigError(f"tool {self.name!r}: {key} must be above {lower_bound:g}, not {value!r}")
 
         if self.process and (self.state is not None or self.blocking):
-            raise ConfigError(f"tool {self.name!r}: process=True is for functions, and without blocking")
+            raise ConfigError(
+                f"tool {self.name!r}: process=True works only for functions, and without blocking"
+            )
 
         # An object of an async method may have other members that block.
         runs_elsewhere = self.process or (self.blocking and self.state is None)
@@ -165,7 +169,7 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
             inspect.signature(subject).bind()
         except TypeError as error:
             raise ConfigError(
-                f"class {definition.__name__}: the constructor is called without arguments ({error})"
+                f"class {definition.__name__}: the constructor must work without arguments ({error})"
             ) from None
 
         object_options = {"replay": "reapply", **options}
@@ -178,7 +182,7 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
 
         if name:
             raise ConfigError(
-                f"class {definition.__name__} gives a tool for each public method; rename the methods, and "
+                f"class {definition.__name__} defines a tool for each public method; rename the methods, and "
                 f"remove name={name!r}"
             )
 
@@ -205,7 +209,7 @@ def _check_members(definition: type) -> None:
         return
 
     if callable(getattr(definition, "open", None)):
-        raise ConfigError(f"{label} has `open` and `reset`, which both begin an episode; leave one out")
+        raise ConfigError(f"{label} has `open` and `reset`, which both begin an episode; remove one")
     for parameter in inspect.signature(reset).parameters.values():
         has_no_name = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL)
         if has_no_name and parameter.name != "self":
@@ -234,12 +238,12 @@ def _public_methods(definition: type) -> dict[str, Callable[..., Any]]:
         is_other_member = isinstance(attribute, NO_TOOLS) or get_origin(attribute) is not None
         if not is_other_member and callable(getattr(definition, name, None)):
             raise ConfigError(
-                f"class {definition.__name__}: {name!r} is a {type(attribute).__name__}, no method that can "
-                "be a tool; write a method, or begin the name with an underscore"
+                f"class {definition.__name__}: {name!r} is a {type(attribute).__name__}, not a method that "
+                "can be a tool; write a method, or begin the name with an underscore"
             )
     if not methods:
         raise ConfigError(
-            f"class {definition.__name__} has neither a method `call` nor a public method, so it gives no "
+            f"class {definition.__name__} has neither a method `call` nor a public method, so it defines no "
             "tool; add a method"
         )
     return methods
@@ -255,8 +259,8 @@ def join_names(tool_names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Rewarded:
-    """Holds the reply of a tool, and a reward for the calling turn, which the model does not read. The
-    rewards of an episode add up, including the reward function's."""
+    """A reply of a tool with a reward for the calling turn, which the model does not read. The rewards of an
+    episode, including that of the reward function, add up."""
 
     content: Any
     reward: float

@@ -100,13 +100,13 @@ def check_schema(name: str, schema: Any) -> None:
     from referencing.exceptions import Unresolvable
 
     schema_label = f"the schema of {name!r}"
-    advice = "correct the schema in the server, or list in `allow` the tools you need without this one"
+    advice = "correct the schema in the server, or list the tools that you need in `allow`, without this one"
 
     try:
         _validator_class(schema).check_schema(schema)
         _check_references(schema)
     except jsonschema.SchemaError as error:
-        raise ConfigError(f"{schema_label} is no valid JSON schema: {error.message}; {advice}") from None
+        raise ConfigError(f"{schema_label} is not a valid JSON schema: {error.message}; {advice}") from None
     except Unresolvable as error:
         raise ConfigError(f"{schema_label} refers to {error.ref!r}, which is not in it; {advice}") from None
     except RecursionError:

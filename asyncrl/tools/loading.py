@@ -24,7 +24,7 @@ def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None =
     arguments_by_spec = tool_args or {}
     if unused_specs := sorted(arguments_by_spec.keys() - set(specs)):
         raise ConfigError(
-            f"rollout.tool_args names {', '.join(unused_specs)}, not in rollout.tools; add it there"
+            f"rollout.tool_args names {', '.join(unused_specs)}, which is not in rollout.tools; add it there"
         )
 
     loaded_tools: dict[str, Tool] = {}
@@ -34,8 +34,8 @@ def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None =
         for spec_tool in load_spec(spec, arguments_by_spec.get(spec, {})):
             if spec_tool.name in loaded_tools:
                 raise ConfigError(
-                    f"rollout.tools: {origins[spec_tool.name]!r} and {spec!r} both give a tool "
-                    f"{spec_tool.name!r}; leave one out, or rename it: @tool(name=...), or the method"
+                    f"rollout.tools: {origins[spec_tool.name]!r} and {spec!r} both define a tool "
+                    f"{spec_tool.name!r}; remove one, or rename it: @tool(name=...), or the method"
                 )
 
             if spec_tool.process:
@@ -49,7 +49,7 @@ def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None =
 def load_tool(spec: str, **arguments: Any) -> Tool:
     spec_tools = load_spec(spec, arguments)
     if len(spec_tools) != 1:
-        raise ConfigError(f"tool {spec!r} gives {len(spec_tools)} tools, not one; use load_tools")
+        raise ConfigError(f"tool {spec!r} defines {len(spec_tools)} tools, not one; use load_tools")
     return spec_tools[0]
 
 
@@ -74,7 +74,7 @@ def load_spec(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
         return_annotation = inspect.signature(loaded_object).return_annotation
     if not is_class and return_annotation is inspect.Signature.empty:
         raise ConfigError(
-            f"{spec!r} is no tool; decorate it with @asyncrl.tools.tool, or annotate what it returns"
+            f"{spec!r} is not a tool; decorate it with @asyncrl.tools.tool, or annotate what it returns"
         )
 
     if is_class or not re.search(r"\bTool\b", str(return_annotation)):
@@ -99,7 +99,8 @@ def load_spec(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
         isinstance(member, Tool) for member in factory_result
     ):
         raise ConfigError(
-            f"{tool_label}: the factory gave {type(factory_result).__name__}, no Tool and no sequence of them"
+            f"{tool_label}: the factory returned {type(factory_result).__name__}, not a Tool or a sequence "
+            "of Tools"
         )
 
     return tuple(factory_result)
@@ -115,7 +116,7 @@ def _load_folder(folder: Path) -> tuple[Tool, ...]:
                 tools_by_identity[id(decorated_tool)] = decorated_tool
 
     if not tools_by_identity:
-        raise ConfigError(f"{folder}: nothing in it has a tool; decorate one with @tool")
+        raise ConfigError(f"{folder}: no tool in it; decorate a function with @tool")
     return tuple(tools_by_identity.values())
 
 

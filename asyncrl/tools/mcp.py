@@ -57,7 +57,7 @@ def mcp(
     start to end. ConfigError: an option is invalid, or the server does not answer.
     """
     if bool(command) == bool(url):
-        raise ConfigError("set command, to start a server, or url, to use one; and not both")
+        raise ConfigError("set either command, to start a server, or url, to use a running one")
     if url:
         check_url(url)
 
@@ -109,7 +109,7 @@ def _make_tool(
     """Make a tool that calls a tool of the server, over the shared connection or the episode's connection.
     ConfigError: the name is no name of a tool."""
     if not TOOL_NAME.fullmatch(tool_name):
-        raise ConfigError(f"{tool_name!r} is no name of a tool: letters, digits and _ . / - are, up to 128")
+        raise ConfigError(f"{tool_name!r} is not a tool name: use up to 128 letters, digits and _ . / -")
 
     annotations = listed_tool.annotations
     max_attempts = 2 if annotations and (annotations.read_only_hint or annotations.idempotent_hint) else 1
@@ -193,9 +193,9 @@ def _parse_headers(text: str) -> tuple[tuple[str, str], ...]:
         name, colon, value = (part.strip() for part in line.partition(":"))
 
         if not colon or not HEADER_NAME.fullmatch(name) or not (value.isascii() and value.isprintable()):
-            raise ConfigError(f"headers: {name!r} is no header; write Name: value, with commas between")
+            raise ConfigError(f"headers: {name!r} is not a header; write Name: value, separated by commas")
         if name.lower() in SECRET_HEADERS and not VARIABLE_REFERENCE.search(value):
-            raise ConfigError(f"headers: {name} is a secret; name a variable: {name}: Bearer $MY_TOKEN")
+            raise ConfigError(f"headers: {name} is a secret; use a variable: {name}: Bearer $MY_TOKEN")
 
         header_pairs.append((name, value))
 

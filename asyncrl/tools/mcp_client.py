@@ -70,7 +70,7 @@ class McpServer:
         def variable_value(match: re.Match[str]) -> str:
             value = os.environ.get(match[1], "")
             if not (value.isascii() and value.isprintable() and value):  # errors of httpx2 would quote it
-                raise ConfigError(f"the environment variable {match[1]} holds no value of a header; set it")
+                raise ConfigError(f"the environment variable {match[1]} is not a valid header value; set it")
             return value
 
         return bearer_header(self.api_key_env) | {
@@ -143,7 +143,7 @@ class McpConnection:
                 listed_tools += page.tools
                 if (cursor := page.next_cursor) is None:
                     return listed_tools
-        raise ValueError(f"there are more than {MAX_TOOLS}")
+        raise ValueError(f"it has more than {MAX_TOOLS}")
 
     def end_connection(self, end_reason: str) -> None:
         """Let the task close the connection. A handshake goes on, as it has its own deadline."""

@@ -112,7 +112,7 @@ def merged_arguments(tools: Sequence[Tool], sample_tools: SampleTools) -> dict[s
             if merged.setdefault(key, value) != value:
                 shared_names = join_names(tool.name for tool in tools)
                 raise ToolError(
-                    f"tools_kwargs give {key!r} of {shared_names}, which share it, different values"
+                    f"tools_kwargs set {key!r} to different values for {shared_names}, which share it"
                 )
     return merged
 
@@ -130,7 +130,7 @@ def accepted_arguments(function: Callable[..., Any] | None, keywords: dict[str, 
 def _check_names(tools: Mapping[str, Tool], sample_tools: SampleTools) -> None:
     if unknown_names := [name for name in sample_tools.tools or () if name not in tools]:
         raise ToolError(
-            f"extra_info.tools has unknown names: {join_names(unknown_names)}; there are: {join_names(tools)}"
+            f"extra_info.tools has unknown names: {join_names(unknown_names)}; known: {join_names(tools)}"
         )
 
 
@@ -144,12 +144,14 @@ def _rebuild_tool(tool: Tool, arguments: dict[str, Any]) -> Tool:
     """Make a tool again with a sample's constructor arguments, if the tool's factory takes the arguments."""
     accepted = {} if tool.state else accepted_arguments(tool.remake, arguments)
     if accepted and tool.process:
-        raise ToolError(f"tool {tool.name!r} runs in processes that all samples share: give no tools_kwargs")
+        raise ToolError(
+            f"tool {tool.name!r} runs in processes that all samples share: remove its tools_kwargs"
+        )
 
     if not accepted or tool.remake is None:
         return tool
 
-    with ToolError.instead_of(Exception, text=f"tool {tool.name!r} refuses its tools_kwargs"):
+    with ToolError.instead_of(Exception, text=f"tool {tool.name!r} rejects its tools_kwargs"):
         rebuilt_tool = tool.remake(**accepted)
     return dataclasses.replace(rebuilt_tool, name=tool.name)
 

@@ -228,11 +228,11 @@ def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Cor
     processes wait. ConfigError: the file or the directory cannot be used."""
     path = Path(source).expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"there is no corpus {source}; set corpus to a file")
+        raise ConfigError(f"no such corpus: {source}; set corpus to a file")
 
     import bm25s
 
-    with ConfigError.instead_of(ValueError, text=f"stopwords {stopwords!r} are not known"):
+    with ConfigError.instead_of(ValueError, text=f"unknown stopwords: {stopwords!r}"):
         _tokenize([""], stopwords)
 
     if not cache:
@@ -259,7 +259,7 @@ def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Cor
                         corpus = Corpus(index_directory, stopwords)
                 except Exception as error:  # a damaged file may make the two libraries raise any error
                     problem = one_line(error)
-                    log.warning("the index %s is damaged (%s); it is built again", index_directory, problem)
+                    log.warning("the index %s is damaged (%s); building it again", index_directory, problem)
                     shutil.rmtree(index_directory)
 
             if corpus is None:
@@ -275,7 +275,7 @@ def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Cor
             _corpora[index_directory] = corpus
             return corpus
     except OSError as error:
-        problem_text = f"search: cannot keep the index of {source} in {index_directory.parent}"
+        problem_text = f"search: cannot store the index of {source} in {index_directory.parent}"
         raise ConfigError(f"{problem_text} ({one_line(error)}); set cache to a directory") from None
 
 
@@ -286,7 +286,7 @@ def _build_index(path: Path, index_directory: Path, stopwords: str) -> None:
     texts = (f"{passage.title}\n{passage.text}" for passage in _read_passages(path))
     tokenized = _tokenize(texts, stopwords)
     if not tokenized.vocab:
-        raise ConfigError(f"{path} has no words to search")
+        raise ConfigError(f"{path} contains no words to search")
 
     index = bm25s.BM25()
     index.index(tokenized, show_progress=False)

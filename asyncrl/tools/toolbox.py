@@ -138,7 +138,7 @@ class EpisodeObject:
         text = await call_without_deadline(reset_call, blocking=self._blocking)
         if not isinstance(text, str | None):
             raise TypeError(
-                f"reset returned a {type(text).__name__}; a text for the prompt or None is expected"
+                f"reset returned a {type(text).__name__}; expected a text for the prompt, or None"
             )
         return bound_reply(text or "")
 
@@ -368,7 +368,7 @@ class ToolSession:
         result_calls = (episode_object.result() for episode_object in self._objects.values())
         for object_result in await asyncio.gather(*result_calls):
             if repeated_names := sorted(joined_results.keys() & object_result.keys()):
-                raise ToolError(f"two tools leave {repeated_names[0]!r} as their result; use one of them")
+                raise ToolError(f"two tools return {repeated_names[0]!r} as their result; use one of them")
             joined_results |= object_result
         return joined_results or None
 

@@ -19,6 +19,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from asyncrl.errors import AsyncrlError
+from asyncrl.observe.words import plain_words
 from asyncrl.viewer.views import Views
 
 STATIC = files("asyncrl.viewer") / "static"
@@ -46,6 +47,7 @@ def build_page(recorded: Mapping[str, Any] | None = None) -> str:
         "UPLOT": _static_text("vendor/uPlot.iife.min.js"),
         "IMPORTS": json.dumps({"imports": modules}),
         # Inside a script element, which an unescaped "<" could end. (json.dumps would write NaN.)
+        "WORDS": msgspec.json.encode(plain_words()).decode().replace("<", "\\u003c"),
         "RECORDED": msgspec.json.encode(recorded).decode().replace("<", "\\u003c"),
     }
 

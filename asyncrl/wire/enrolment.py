@@ -47,7 +47,7 @@ def read_token(token: str | bytes) -> Endpoints:
         if not endpoints.control.startswith("tcp://") or key_lengths != {KEY_LENGTH}:
             raise ValueError
     except (*UNDECODABLE, ValueError, KeyError):
-        raise ConfigError("this is no token of a run; copy all of it") from None
+        raise ConfigError("this is not the token of a run; copy all of it") from None
 
     return endpoints
 
@@ -63,8 +63,8 @@ def enrol(token: str, seconds: float = 30.0) -> tuple[Endpoints, Enrolled]:
     while (enrolled := _request_enrolment(token_endpoints, request, started_at + seconds)) is None:
         if time.monotonic() > started_at + TOKEN_KNOWN_SECONDS:
             raise ConfigError(
-                f"the coordinator at {token_endpoints.control} refuses this token: it was used, is over, or "
-                "is of another launch; get a new one"
+                f"the coordinator at {token_endpoints.control} rejects this token: it was used, has expired, "
+                "or belongs to another launch; get a new one"
             )
         time.sleep(RETRY_SECONDS)
 
@@ -81,7 +81,7 @@ def _request_enrolment(token_endpoints: Endpoints, message: Enrol, deadline: flo
             link.send(message)
         while not link.refused:
             if time.monotonic() > deadline:
-                raise ConfigError(f"nobody answers at {token_endpoints.control}: is the run up?")
+                raise ConfigError(f"no answer from {token_endpoints.control}: is the run still active?")
             if (received := link.receive(RETRY_SECONDS)) is not None:
                 return cast(Enrolled, received[0])
     finally:

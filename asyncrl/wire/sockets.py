@@ -167,8 +167,8 @@ class Gate:
                 refused_count += not is_member
                 if not is_member and _is_power_of_two(refused_count):
                     log.warning(
-                        "connection %d refused, from %s: its key is none of this launch; give a worker of "
-                        "another machine a new token",
+                        "connection %d refused, from %s: its key does not belong to this launch; give a "
+                        "worker of another machine a new token",
                         refused_count,
                         address.decode(errors="replace"),
                     )
@@ -188,7 +188,7 @@ class Gate:
         this key."""
         role = self.role_by_key.get(key)
         if role is None or role_of(peer) != role or (role == TOKEN and peer != identity(TOKEN, 0, key)):
-            raise ProtocolError(f"its key is that of {'no' if role is None else role!r} role")
+            raise ProtocolError(f"its key belongs to {'no role' if role is None else f'the role {role!r}'}")
         return role
 
     def close(self) -> None:
@@ -305,7 +305,7 @@ class Dial:
             self.key_refused |= last_event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
         if last_event == zmq.EVENT_DISCONNECTED and not self.key_refused:
-            log.warning("connection to %s given up after damaged bytes: dialled again", self._endpoint)
+            log.warning("connecting to %s again after damaged bytes", self._endpoint)
             with suppress(zmq.ZMQError):  # no such connection any more
                 self._socket.disconnect(self._endpoint)
             self._socket.connect(self._endpoint)
@@ -329,7 +329,7 @@ class Link:
             self._codec = Codec(union)
         except zmq.ZMQError as error:
             self.socket.close(linger=0)
-            raise ProtocolError(f"{endpoint} cannot be dialled: {error}") from None
+            raise ProtocolError(f"cannot connect to {endpoint}: {error}") from None
 
     def send(self, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
@@ -384,7 +384,7 @@ class AsyncLink:
 
 
 def _send_timeout(message: WireMessage) -> DeadlineError:
-    return DeadlineError(f"coordinator took no {type(message).__name__} for {SEND_DEADLINE:g} s")
+    return DeadlineError(f"the coordinator accepted no {type(message).__name__} for {SEND_DEADLINE:g} s")
 
 
 def flush_sockets() -> None:
@@ -397,7 +397,7 @@ def flush_sockets() -> None:
 def _check_size(parts: Sequence[bytes]) -> None:
     if (message_bytes := sum(map(len, parts))) > MAX_BYTES:
         raise ProtocolError(
-            f"a message of {message_bytes} bytes in {len(parts)} frames; at most {MAX_BYTES} can go"
+            f"a message of {message_bytes} bytes in {len(parts)} frames; at most {MAX_BYTES} can be sent"
         )
 
 

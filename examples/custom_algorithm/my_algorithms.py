@@ -1,4 +1,4 @@
-"""An advantage, a correction and a loss of one's own. Keyword-only parameters are options of the config."""
+"""A custom advantage, correction and loss. Keyword-only parameters are options in the configuration."""
 
 from __future__ import annotations
 

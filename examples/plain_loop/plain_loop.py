@@ -1,4 +1,4 @@
-"""Reinforcement learning of a tool-calling agent in one process, one thing after another. Begin to read here.
+"""Reinforcement learning of a tool-calling agent in one process, one step at a time. Start reading here.
 
     sample ──► call tools ──► reward ──► advantage ──► loss ──► optimizer step ──► sample …
 
@@ -75,7 +75,7 @@ def reward(answer: str, truth: str) -> float:
 
 @dataclass
 class Episode:
-    """A conversation as token ids. `by_model` says which ids the model wrote: only these are trained."""
+    """A conversation as token ids. `by_model` marks the ids that the model wrote: only these are trained."""
 
     truth: str
     ids: list[int]
@@ -89,8 +89,8 @@ class Episode:
 
 
 def play(model: Any, tokenizer: Any, samples: list[dict], greedy: bool = False) -> list[Episode]:
-    """One episode for each sample, side by side. A turn that calls the tool is answered and continued; any
-    other turn is the final answer. Ids are appended and never tokenised again."""
+    """Play one episode per sample, all in parallel. A turn that calls the tool is answered and continued; any
+    other turn is the final answer. Ids are appended, and never tokenised again."""
     episodes = []
     for sample in samples:
         rendered = tokenizer.apply_chat_template(
@@ -149,7 +149,7 @@ def sample_turns(model: Any, tokenizer: Any, episodes: list[Episode], greedy: bo
 
 
 def advantages(rewards: list[float]) -> list[float]:
-    """Of one group: how much better than the group's mean (Dr. GRPO, arXiv 2503.20783).
+    """Return how much better each episode of a group is than the group's mean (Dr. GRPO, arXiv 2503.20783).
 
     Rewards 1, 0, 0, 1 give 0.5, -0.5, -0.5, 0.5; a group of equal rewards teaches nothing.
     """
@@ -162,7 +162,7 @@ def policy_loss(
 ) -> Tensor:
     """-Σ A · log π(token) over all tokens that the model wrote, divided by their number.
 
-    Whoever minimises it makes the tokens of episodes with a positive advantage A more likely (REINFORCE).
+    Minimising this loss makes the tokens of episodes with a positive advantage A more likely (REINFORCE).
     """
     width = max(len(episode.ids) for episode in episodes)
     ids = torch.tensor([e.ids + [0] * (width - len(e.ids)) for e in episodes])

@@ -526,16 +526,16 @@ def test_headers_reach_the_server_and_a_refusal_is_named(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"command": ""}, "set command, to start a server, or url"),
-        ({"url": "http://127.0.0.1:1/mcp"}, "and not both"),
+        ({"command": ""}, "set either command, to start a server, or url"),
+        ({"url": "http://127.0.0.1:1/mcp"}, "set either command"),
         ({"command": "", "url": "localhost"}, "must begin with http"),
         ({"command": PLAIN, "allow": "pid, nothing"}, "has no tool 'nothing'; it has pid, variable"),
         ({"command": PLAIN, "prefix": "with space "}, "is no name of a tool"),
         (
             {"command": f"{PLAIN} bad_schema"},
-            "the schema of 'variable' is no valid JSON schema: 'nothing' is",
+            "the schema of 'variable' is not a valid JSON schema: 'nothing' is",
         ),
-        ({"command": f"{PLAIN} endless"}, "there are more than 256"),
+        ({"command": f"{PLAIN} endless"}, "it has more than 256"),
         ({"command": f"{PLAIN} bad_list"}, "does not list its tools: ValidationError"),
         ({"command": f"{PLAIN} no_tools"}, "does not list its tools: MCPError: no tools"),
         ({"command": f"{PLAIN} silent_list", "start_timeout": 1.0}, "does not list its tools: TimeoutError"),
@@ -545,11 +545,11 @@ def test_headers_reach_the_server_and_a_refusal_is_named(
         ({"command": "sleep 100", "start_timeout": 0.3}, "no handshake within 0.3 s"),
         ({"command": "", "url": "http://127.0.0.1:1/mcp"}, "ConnectError"),
         ({"comand": "x"}, "unknown option 'comand'"),
-        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY holds no key"),
-        ({"headers": "X-Key: $NO_SUCH_KEY"}, "NO_SUCH_KEY holds no value of a header; set it"),
-        ({"headers": "Authorization: Bearer abc"}, "Authorization is a secret; name a variable"),
-        ({"headers": "X Key: a"}, "'X Key' is no header; write Name: value"),
-        ({"headers": "sesame"}, "'sesame' is no header"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY does not contain a key"),
+        ({"headers": "X-Key: $NO_SUCH_KEY"}, "NO_SUCH_KEY is not a valid header value; set it"),
+        ({"headers": "Authorization: Bearer abc"}, "Authorization is a secret; use a variable"),
+        ({"headers": "X Key: a"}, "'X Key' is not a header; write Name: value"),
+        ({"headers": "sesame"}, "'sesame' is not a header"),
     ],
 )
 def test_what_is_refused_before_the_run(options: dict[str, Any], complaint: str) -> None:

@@ -106,7 +106,7 @@ def test_a_script_trains_resumes_and_evaluates(tmp_path: Path) -> None:
     script = run_script(tmp_path, SCRIPT, str(tmp_path / "runs"))
     printed, errors = script.communicate(timeout=500)
     assert script.returncode == 0, printed + errors
-    assert "the experiment's data.test is left out" in printed
+    assert "ignoring the experiment's data.test" in printed
     assert "resuming with changed keys: data.test" in printed
 
     numbers = json.loads(printed.splitlines()[-1])

@@ -145,7 +145,7 @@ def test_schemas() -> None:
 
 
 def test_requirements_are_checked_when_tools_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="require has 'wings'; it takes words of: network files"):
+    with pytest.raises(ConfigError, match="require has 'wings'; use words of: network files"):
         load_tools(["python"], {"python": {"require": "network wings"}})
     poor = Isolation(frozenset({"files"}), "[Errno 1] Operation not permitted")
     monkeypatch.setattr("asyncrl.isolation.sandbox.detection.detect_isolation", lambda: poor)
@@ -270,9 +270,9 @@ async def test_answers_wait_for_a_sandbox() -> None:
 @pytest.mark.parametrize(
     ("truth", "problem"),
     [
-        ("{}", "holds no tests"),
+        ("{}", "contains no tests"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs, 0 outputs"),
-        ([1], "holds no tests"),
+        ([1], "contains no tests"),
         ("nonsense", "Expecting value"),
     ],
 )

@@ -198,7 +198,7 @@ def test_an_environment_that_leads(tasksets: None) -> None:
         (task({"secret": 51}), "SystemExit: 3"),  # which would end the worker
         (task({"secret": 99}), "'rival' has no model; set others_url and others_model"),
         (task({"secret": 1, "image": "ubuntu"}), "runs in a container"),
-        (task({"secret": 1}, ADD[0]), "the prompt of row 0 is not how its task begins"),
+        (task({"secret": 1}, ADD[0]), "the prompt of row 0 differs from the beginning of its task"),
         (task({"secret": "x"}), "valid integer"),
         (Sample(4, "vf", (), "null"), r"extra_info\.verifiers of row 4 is missing"),
     ],
@@ -219,7 +219,7 @@ def test_a_toolset_with_the_state_of_its_task_is_refused() -> None:
     class Counter(vf.Toolset[vf.ToolsetConfig, Counted]):
         pass
 
-    with pytest.raises(Unsupported, match="Counter shares a state with its task; verifiers can lead"):
+    with pytest.raises(Unsupported, match="Counter shares state with its task; verifiers can run"):
         asyncio.run(TaskTools().add_toolset(Counter(vf.ToolsetConfig()), None))  # type: ignore[arg-type]
 
 
@@ -291,7 +291,7 @@ def test_a_step_that_is_cancelled_was_received(tasksets: None, monkeypatch: pyte
 def test_a_limit_before_anybody_asked_costs_nothing(tasksets: None) -> None:
     async def run() -> float:
         world = load_environment(SUMS)()
-        with pytest.raises(RuntimeError, match="asked for no turn"):
+        with pytest.raises(RuntimeError, match="did not ask for a turn"):
             await world.step(said("3"))
         return await world.cut_short(None)
 
@@ -353,7 +353,7 @@ def test_it_states_its_own_limit(tasksets: None) -> None:
     [
         ({"taskset": "asyncrl_guesses"}, r"several agents \(player, rival\); name the trained one with role"),
         ({"taskset": "asyncrl_guesses", "role": "judge"}, "no agent 'judge'; there are: player, rival"),
-        ({"taskset": "no_such_taskset"}, "no environment of taskset 'no_such_taskset'"),
+        ({"taskset": "no_such_taskset"}, "cannot load the environment of taskset 'no_such_taskset'"),
         ({"taskset": "asyncrl_sums", "config": '{"taskset": {"hihg": 3}}'}, "hihg"),
         ({"taskset": "asyncrl_sums", "config": "3"}, "no environment"),
     ],

@@ -1,4 +1,4 @@
-"""docs/reference/algorithms.md says what the code does: generated blocks, and formulas that are evaluated."""
+"""The pages about algorithms say what the code does: generated blocks, and examples that are run."""
 
 from __future__ import annotations
 
@@ -41,13 +41,15 @@ def docs() -> ModuleType:
     return script("make_algorithm_docs")
 
 
-def test_the_file_is_up_to_date(docs: ModuleType) -> None:
-    text = docs.TARGET.read_text()
-    assert docs.render(text) == text, "run `make docs`"
+def test_the_pages_are_up_to_date(docs: ModuleType) -> None:
+    for page in docs.TARGETS:
+        text = page.read_text()
+        assert docs.render(text) == text, f"{page}: run `make docs`"
 
 
-def test_every_block_is_in_the_file(docs: ModuleType) -> None:
-    assert sorted(name for _, name, _ in docs.BLOCK.findall(docs.TARGET.read_text())) == sorted(docs.BLOCKS)
+def test_every_block_is_on_one_page(docs: ModuleType) -> None:
+    names = [name for page in docs.TARGETS for _, name, _ in docs.BLOCK.findall(page.read_text())]
+    assert sorted(names) == sorted(docs.BLOCKS)
 
 
 def test_every_name_has_formula_source_and_use(docs: ModuleType) -> None:
@@ -73,7 +75,7 @@ def test_a_stale_block_is_replaced_and_prose_is_kept(docs: ModuleType) -> None:
 
 def test_the_example_of_rewards_earns_what_is_written_below_it(docs: ModuleType) -> None:
     """The tool and the reward function of the text, through an episode of two turns."""
-    text = docs.TARGET.read_text().partition("<!-- example of rewards -->\n```python\n")[2]
+    text = docs.FORMULAS.read_text().partition("<!-- example of rewards -->\n```python\n")[2]
     namespace: dict[str, Any] = {}
     exec(text.partition("```")[0], namespace)
     made = rules(max_turns=2)
@@ -98,7 +100,7 @@ def test_who_reads_turns_and_components(docs: ModuleType) -> None:
     entries = {name: advantages.get(name) for name in advantages}
     by_turn = ", ".join(f"`{name}`" for name, entry in entries.items() if entry.turns)
     parts = ", ".join(f"`{name}`" for name, entry in entries.items() if entry.components)
-    text = docs.TARGET.read_text()
+    text = docs.FORMULAS.read_text()
     assert f"| when rewards were earned, by turn | {by_turn} |" in text
     assert f"| `components`, and nothing of R | {parts} |" in text
 
@@ -111,6 +113,6 @@ def test_the_readme_counts_the_presets() -> None:
 def test_what_is_refused_names_keys_as_code(docs: ModuleType) -> None:
     text = docs.refusals()
     assert (
-        "- `algorithm.loss` … contains pi/mu itself; a weight in `algorithm.correction` would count it twice"
+        "- `algorithm.loss` … already contains pi/mu, and a weight in `algorithm.correction` would count it"
         in text
     )

@@ -324,7 +324,7 @@ def test_experiments_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("nonsense=1", "unknown key nonsense"),
         ("+trainer.lrr=1", "lrr"),
         ("algorithm=nothing", "dr_grpo"),
-        ("data.train=???", "data.train has no value; give data.train="),
+        ("data.train=???", "data.train has no value; set data.train="),
         ("rollout.tools=[a", "cannot read the override"),
         ("=3", "override must be a string"),
         ("experimnt=calculator", "did you mean experiment"),
@@ -340,9 +340,12 @@ def test_errors_are_one_line(override: str, complaint: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        (b"# @package _global_\nmodel: {path: [m\n", "mine.yaml, line 3: is not YAML"),
-        (b"# @package _global_\nname: x\nname: y\n", "mine.yaml, line 3: is not YAML (found duplicate key"),
-        (b"\xff\xfe", "mine.yaml: is not text in UTF-8"),
+        (b"# @package _global_\nmodel: {path: [m\n", "mine.yaml, line 3: not valid YAML"),
+        (
+            b"# @package _global_\nname: x\nname: y\n",
+            "mine.yaml, line 3: not valid YAML (found duplicate key",
+        ),
+        (b"\xff\xfe", "mine.yaml: not UTF-8 text"),
         (b"# @package _global_\nname: " + b"[" * 400 + b"]" * 400, "nested too deeply"),
         (b'# @package _global_\nkl: {prompt: "\\ud800"}\n', r"kl.prompt': '\ud800' is not UTF-8 text"),
         (
@@ -354,7 +357,7 @@ def test_errors_are_one_line(override: str, complaint: str, capsys: pytest.Captu
         (b"# @package _global_\n1: 2\n", "unknown key 1"),
         (
             b"# @package _global_\ncritic: {backbone: own}\n",
-            "unknown key critic.backbone; a critic is always a model of its own; remove the key",
+            "unknown key critic.backbone; a critic is always a separate model; remove the key",
         ),
         (
             b"# @package _global_\nvalidation: {success: .nan}\n",

@@ -36,7 +36,7 @@ from asyncrl.viewer.overview import FIGURE_UNITS
 from tests.fakes.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
-MAP = (ROOT / "docs" / "background" / "architecture.md").read_text()
+WALKS = (ROOT / "docs" / "dev" / "walks.md").read_text()
 NAMED = re.compile(r"`([a-z_/]+(?:\.py|/))(?:: ([\w.]+))?`")
 
 
@@ -80,7 +80,7 @@ def test_there_is_a_recipe_for_all_that_is_added() -> None:
     assert {"A message", "A transport of weights", "A metric", "A configuration key"} <= set(added)
 
 
-@pytest.mark.parametrize("text", [MAP, RECIPES], ids=["map", "recipes"])
+@pytest.mark.parametrize("text", [WALKS, RECIPES], ids=["walks", "recipes"])
 def test_files_and_names_of_the_map_exist(text: str) -> None:
     missing = []
     for path, name in NAMED.findall(text):
@@ -91,7 +91,7 @@ def test_files_and_names_of_the_map_exist(text: str) -> None:
 
 
 def test_a_trajectory_crosses_at_most_thirty_files() -> None:
-    walk = MAP.partition("### A trajectory")[2].partition("###")[0]
+    walk = WALKS.partition("### A trajectory")[2].partition("###")[0]
     assert 15 < len({path for path, _ in NAMED.findall(walk) if path.endswith(".py")}) <= 30
 
 
@@ -157,7 +157,7 @@ def test_names_are_spread() -> None:
 PROMISES = sorted(
     {
         name
-        for page in ("docs/dev/promises.md", "docs/background/reliability.md")
+        for page in ("docs/dev/promises.md", "docs/dev/faults.md")
         for name in re.findall(r"`(tests/[^`]+::[^`]+)`", (ROOT / page).read_text())
     }
 )

@@ -1,4 +1,4 @@
-"""The formulas of docs/reference/algorithms.md, read as arithmetic and evaluated, give what the code
+"""The formulas of docs/background/formulas.md, read as arithmetic and evaluated, give what the code
 gives."""
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (caused(WeightsError("cannot be written here"), OSError(errno.ENOSPC, "no room")), True),
         (zmq.ZMQError(errno.EMFILE), True),
         (MemoryError(), True),
-        (caused(EngineError("the engine broke"), MemoryError()), True),
+        (caused(EngineError("the engine failed"), MemoryError()), True),
         (RuntimeError("unable to mmap 64 bytes from file </w>: Cannot allocate memory (12)"), True),
         (RuntimeError("can't start new thread"), True),
         (WeightsError("server http://a: CUDA out of memory. Tried to allocate"), True),

@@ -90,10 +90,12 @@ def test_every_key_of_verls_quickstart_and_dapo_scripts_is_answered(
     lines = dict(line.strip().split(": ", 1) for line in error.splitlines()[1:])
     assert lines.keys() == set(keys)
     assert not [
-        line for line in lines.values() if not line.startswith(("here it is ", "none here, because "))
+        line
+        for line in lines.values()
+        if not line.startswith(("in asyncrl it is ", "asyncrl has no such key: "))
     ]
-    assert lines["trainer.save_freq"].startswith("here it is checkpoint.every (")
-    assert lines["data.truncation"].startswith("none here, because prompts are never cut")
+    assert lines["trainer.save_freq"].startswith("in asyncrl it is checkpoint.every (")
+    assert lines["data.truncation"].startswith("asyncrl has no such key: prompts are never cut")
     assert "](" not in error and "`" not in error
 
 
@@ -109,14 +111,14 @@ def test_what_the_table_names_is_there() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["trainer.save_freq=1"], "unknown key trainer.save_freq; here it is checkpoint.every"),
-        (["actor.optim.lr=1"], "unknown key actor.optim.lr; here it is trainer.lr"),
-        (["+actor_rollout_ref={rollout: {n: 2}}"], "actor_rollout_ref.rollout.n; here it is buffer.episodes"),
-        (["+critic.model.use_remove_padding=true"], "critic.model.use_remove_padding; none here, because"),
+        (["trainer.save_freq=1"], "unknown key trainer.save_freq; in asyncrl it is checkpoint.every"),
+        (["actor.optim.lr=1"], "unknown key actor.optim.lr; in asyncrl it is trainer.lr"),
+        (["+actor_rollout_ref={rollout: {n: 2}}"], "rollout.n; in asyncrl it is buffer.episodes"),
+        (["+critic.model.use_remove_padding=true"], "use_remove_padding; asyncrl has no such key"),
         (["critic.backbone=own"], "unknown key critic.backbone; a critic is .*; remove the key$"),
         (["data.trian=1"], "unknown key data.trian; did you mean data.train"),  # a slip, and not verl's
-        (["trainer.lrr=1", "trainer.nnodes=1"], r"(?s)lrr: did you mean trainer.lr.*nnodes: here it is l"),
-        (["kl.coef=0.001"], r"kl.coef=0.001 has no effect: kl.where is none; add kl.where="),
+        (["trainer.lrr=1", "trainer.nnodes=1"], r"(?s)lrr: did you mean trainer.lr.*nnodes: in asyncrl it"),
+        (["kl.coef=0.001"], r"kl.coef=0.001 has no effect, because kl.where is none; add kl.where="),
     ],
 )  # fmt: skip
 def test_what_is_said_of_a_key(given: list[str], said: str) -> None:

@@ -1,4 +1,4 @@
-"""The command behind the table of families in docs/guides/models.md."""
+"""The command behind the table of families in docs/dev/model_matrix.md."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def load_parser(spec: str, config_key: str = "rollout.parser") -> Parser:
     try:
         inspect.signature(parser).bind("", ())
     except (TypeError, ValueError):
-        raise ConfigError(f"{config_key}: {spec!r} is no parser; (text, tools) is expected") from None
+        raise ConfigError(f"{config_key}: {spec!r} is not a parser; it must take (text, tools)") from None
     return parser
 
 

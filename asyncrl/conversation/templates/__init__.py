@@ -20,13 +20,13 @@ def read_template(template_spec: str, key: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         shipped_names = ", ".join(sorted(_SHIPPED_TEMPLATES))
         raise ConfigError(
-            f"{key}: {template_spec} cannot be read ({one_line(error)}); give a Jinja file, "
+            f"{key}: {template_spec} cannot be read ({one_line(error)}); use a Jinja file, "
             f"or one of: {shipped_names}"
         ) from None
 
     if "{{" not in text and "{%" not in text:
         raise ConfigError(
-            f"{key}: {template_spec} is no Jinja template: nothing in it is in {{{{ }}}} or {{% %}}"
+            f"{key}: {template_spec} is not a Jinja template: it contains neither {{{{ }}}} nor {{% %}}"
         )
 
     return text

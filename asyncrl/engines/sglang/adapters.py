@@ -147,7 +147,7 @@ class AdapterLoader:
         the adapters, and other machines may delete the files of the version."""
         manifest, arrays = disk.read_arrays(ref)
         if not manifest.adapters:
-            raise WeightsError(f"weights {ref.path}: {ref.label} is not of adapters")
+            raise WeightsError(f"weights {ref.path}: {ref.label} does not consist of adapters")
 
         with WeightsError.instead_of(OSError, text=f"weights {ref.path}: cannot be copied to {files}"):
             for agent, spec in manifest.adapters.items():

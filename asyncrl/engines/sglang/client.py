@@ -119,7 +119,7 @@ class SGLangClient:
         if finish is None:
             raise self._engine_lost("the stream ended, but not the request", stream)
         if finish.type == "abort":
-            raise self._engine_lost(f"the server took the request back ({finish.message})", stream)
+            raise self._engine_lost(f"the server aborted the request ({finish.message})", stream)
         if finish.type == "length":
             sampled_part = f"{len(sampled.ids)} of {token_limit} tokens"
             raise EngineError(

@@ -132,12 +132,14 @@ class ServerLoader:
             self._model_shapes.describe_differences(layout) if self._model_shapes is not None else ""
         )
         if differences:
-            raise WeightsError(f"weights {ref.path}: {ref.label} is not of the server's model: {differences}")
+            raise WeightsError(
+                f"weights {ref.path}: {ref.label} does not fit the server's model: {differences}"
+            )
 
     async def _replace_weights(self, ref: WeightsRef, load: Callable[[], Awaitable[T]]) -> T:
         """Run `load` while no request runs, empty the cache, and read the label back. Returns the result of
         `load`. A failure sets `broken`, and is raised as WeightsError."""
-        self.broken = f"the load of {ref.label} was not finished"
+        self.broken = f"loading {ref.label} was not finished"
         swap_context = self.sleeping.waking_load if self.sleeping.asleep else self._requests_held
         try:
             with self.sleeping.waking():
@@ -153,12 +155,12 @@ class ServerLoader:
 
                     server_label = await self.api.weight_label()
                     if server_label != ref.label:
-                        raise WeightsError(f"afterwards the server's weights are {server_label!r}")
+                        raise WeightsError(f"after the load, the server's weights are {server_label!r}")
         except (AsyncrlError, TimeoutError) as error:
             failure: Exception = error
             if isinstance(error, TimeoutError):
                 failure = WeightsError(f"it took longer than {self._deadline:g} s")
-            self.broken = f"the load of {ref.label} failed ({one_line(failure)})"
+            self.broken = f"loading {ref.label} failed ({one_line(failure)})"
             raise WeightsError(f"server {self.api.url}: {self.broken}") from error
 
         self.broken = ""
@@ -186,7 +188,7 @@ class ServerLoader:
             await self.api.invalidate(RESUME_SECONDS)
             await self.api.resume(RESUME_SECONDS)
         except AsyncrlError as error:  # the earlier error is raised
-            log.warning("server %s stays paused, with a load unfinished: %s", self.api.url, one_line(error))
+            log.warning("server %s stays paused, with an unfinished load: %s", self.api.url, one_line(error))
 
     async def _await_leftovers(self) -> None:
         """Wait for the leftovers of a cancelled load: the end of its pause must not fall into the next pause,

@@ -97,7 +97,7 @@ class Push:
 
             raise WeightsError(
                 f"weights.transport=collective: the trainer has NCCL {self.trainer_nccl}, the server "
-                f"{server_nccl[1]}, and both need the same: install one version of torch in both "
+                f"{server_nccl[1]}, but both need the same: install one version of torch in both "
                 "environments, or set weights.transport=disk"
             ) from error
 
@@ -164,7 +164,7 @@ class Receiver:
             connection = None
         if connection is None:
             address = urlsplit(path)
-            with WeightsError.instead_of(OSError, text=f"weights {path}: no sender there"):
+            with WeightsError.instead_of(OSError, text=f"weights {path}: the sender cannot be reached"):
                 streams = await asyncio.open_connection(address.hostname, address.port)
             connection = self._connection = SenderConnection(path, *streams)
 

@@ -44,7 +44,7 @@ def kinds_not_served(path: str) -> dict[str, str]:
         elif kind in FUSED_WITH_QUERIES and has_unknown_gates:
             reasons[kind] = "servers expect queries without an output gate"
         elif kind in EXPERT_KINDS and has_experts:
-            reasons[kind] = "servers would take the adapters for those of experts"
+            reasons[kind] = "servers would mistake the adapters for those of experts"
         elif len(shapes) > 1:
             reasons[kind] = "servers have one shape for all layers of a kind"
 

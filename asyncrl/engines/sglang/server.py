@@ -144,7 +144,9 @@ def check_scorer(config: RunConfig, scorer: str, url: str, info: ServerInfo, mod
     """Raise ConfigError if the server does not fit the scorer."""
     path = config.scorers[scorer].path
     if path and (differences := _differences(_model_config(path), url, info, model)):
-        raise ConfigError(f"server {url} serves another model than scorers.{scorer}.path: {differences[0]}")
+        raise ConfigError(
+            f"server {url} serves a different model from scorers.{scorer}.path: {differences[0]}"
+        )
     if scorer != "reward":
         _check_room(config, url, info, prompted=True)
         check_vocabulary(config, f"scorers.{scorer}", path or info.model_path)
@@ -161,12 +163,12 @@ def check_vocabulary(config: RunConfig, key: str, path: str) -> None:
     elif (Path(path) / "config.json").is_file():
         same_vocabulary = vocabulary_size_of(path) == vocabulary_size_of(config.model.path)
     else:
-        log.warning("%s: %s is not here, so its vocabulary is not compared", key, path)
+        log.warning("%s: %s is not on this machine, so its vocabulary is not checked", key, path)
         return
 
     if not same_vocabulary:
         raise ConfigError(
-            f"{key}: {path} has another vocabulary than the policy, whose token ids it is to "
+            f"{key}: {path} has a different vocabulary from the policy, whose token ids it must "
             "score; use a model with the same tokenizer"
         )
 
@@ -201,11 +203,13 @@ def check_engine_server(config: RunConfig, url: str, info: ServerInfo, model: Mo
         missing_feature = (
             "max_total_num_tokens in its info" if info.enable_memory_saver else "--enable-memory-saver"
         )
-        raise ConfigError(f"server {url} cannot sleep, as engine.colocated needs: it lacks {missing_feature}")
+        raise ConfigError(
+            f"server {url} cannot sleep, but engine.colocated needs that: it lacks {missing_feature}"
+        )
 
     if config.weights.transport != "disk" and info.dp_size != 1:
         raise ConfigError(
-            f"server {url} has --dp-size {info.dp_size}, and weights.transport={config.weights.transport} "
+            f"server {url} has --dp-size {info.dp_size}, but weights.transport={config.weights.transport} "
             "needs 1: start a server for each replica, or set weights.transport=disk"
         )
 
@@ -227,14 +231,14 @@ def check_engine_server(config: RunConfig, url: str, info: ServerInfo, model: Mo
     lent_scorers = config.scorers_lent
     if lent_scorers and Path(model.model_path).resolve() != Path(config.model.path).resolve():
         raise ConfigError(
-            f"server {url} was started with {model.model_path}, whose weights are back after a restart: with "
+            f"server {url} was started with {model.model_path}, and a restart brings its weights back: with "
             f"scorers.{', '.join(lent_scorers)}.urls=[engines] start it with model.path ({config.model.path})"
         )
 
     _check_room(config, url, info, prompted=bool(lent_scorers))
     differences = _differences(_model_config(config.model.path), url, info, model)
     if differences:
-        raise ConfigError(f"server {url} serves another model than model.path: {'; '.join(differences)}")
+        raise ConfigError(f"server {url} serves a different model from model.path: {'; '.join(differences)}")
 
 
 def _check_room(config: RunConfig, url: str, info: ServerInfo, *, prompted: bool) -> None:
@@ -247,7 +251,7 @@ def _check_room(config: RunConfig, url: str, info: ServerInfo, *, prompted: bool
         remedy = "lower it, or start the server with a larger --context-length or --max-total-tokens"
         prompt_note = f", and kl.prompt may take {prompt_tokens} more" if prompt_tokens else ""
         raise ConfigError(
-            f"server {url} has room for {input_limit} tokens, rollout.max_tokens is {policy_tokens}"
+            f"server {url} has room for {input_limit} tokens, but rollout.max_tokens is {policy_tokens}"
             f"{prompt_note}: {remedy}"
         )
 
@@ -276,7 +280,7 @@ def _check_adapters(config: RunConfig, url: str, info: ServerInfo) -> None:
 
     if missing := [argument for argument, lacking in is_lacking.items() if lacking]:
         raise ConfigError(
-            f"server {url} cannot take this run's adapters: start it with {' '.join(missing)}, or set "
+            f"server {url} cannot load this run's adapters: start it with {' '.join(missing)}, or set "
             "weights.adapters=false"
         )
 
@@ -290,7 +294,7 @@ def _differences(own_config: Any, url: str, info: ServerInfo, model: ModelInfo) 
     try:
         their_text_config = _model_config(info.model_path).get_text_config()
     except ConfigError as error:
-        log.warning("server %s: sizes are not compared with its own: %s", url, error)
+        log.warning("server %s: the sizes of its model are not compared: %s", url, error)
     else:
         own_text_config = own_config.get_text_config()
         compared_values += [

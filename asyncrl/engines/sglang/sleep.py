@@ -48,8 +48,6 @@ class ServerSleep:
 
     @contextmanager
     def _unknown_until_done(self, activity: str) -> Iterator[None]:
-        self.unknown_reason = (
-            f"server {self._api.url}: {activity} was not finished; what it holds is not known"
-        )
+        self.unknown_reason = f"server {self._api.url}: {activity} was not finished, so its state is unknown"
         yield
         self.unknown_reason = ""

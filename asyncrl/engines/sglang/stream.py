@@ -258,4 +258,4 @@ def _version_of_label(label: str) -> PolicyVersion:
 
 
 def _foreign_weights(label: str) -> ForeignWeights:
-    return ForeignWeights(f"the server's weights are {label!r}, which this run never gave it; load them anew")
+    return ForeignWeights(f"the server's weights are {label!r}, which this run never sent; load them again")

@@ -256,12 +256,12 @@ async def check_behaviour(config: RunConfig, server: ServerApi, version: str, sc
         except PASSING_ERRORS:
             raise
         except TimeoutError:
-            raise _unfit(server, version, f"{step}: not done within {STEP_SECONDS:g} s") from None
+            raise _unfit(server, version, f"{step}: not finished within {STEP_SECONDS:g} s") from None
         except AsyncrlError as error:
             raise _unfit(server, version, f"{step}: {one_line(error)}") from error
 
     log.warning(
-        "server %s runs SGLang %s; tested is %s. It does what this run needs: %s",
+        "server %s runs SGLang %s (the tested version is %s). It supports what this run needs: %s",
         server.url,
         version,
         TESTED_VERSION,
@@ -382,5 +382,5 @@ def _check_logprobs(logprobs: tuple[float, ...]) -> None:
 def _unfit(server: ServerApi, version: str, reason: str) -> ConfigError:
     return ConfigError(
         f"server {server.url} runs SGLang {version}, which cannot serve this run: {reason}; "
-        f"tested is {TESTED_VERSION}"
+        f"the tested version is {TESTED_VERSION}"
     )

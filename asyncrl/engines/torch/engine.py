@@ -278,13 +278,13 @@ class TorchEngine:
             self._batcher.use_adapters(self._adapters)
 
         if self._adapters.specs != specs:
-            raise WeightsError(f"adapters are of {specs}, and not of {self._adapters.specs}")
+            raise WeightsError(f"the adapters are {specs} instead of {self._adapters.specs}")
 
         parameters = {
             piece.name: self._model.get_parameter(piece.parameter) for piece in self._adapters.published
         }
         if parameters.keys() != tensors.keys():
-            raise WeightsError("the version's tensors are not those of its adapters")
+            raise WeightsError("the version's tensors do not match its adapters")
 
         copy_tensors(parameters, tensors)
 
@@ -398,7 +398,7 @@ def _set_answer(future: asyncio.Future[Generation], answer: Generation | EngineE
 
 
 def _breaking_error(error: Exception) -> EngineError:
-    return EngineError(f"the engine broke: {one_line(error)}")
+    return EngineError(f"the engine failed: {one_line(error)}")
 
 
 def replace_weights(
@@ -427,7 +427,7 @@ def replace_weights(
         and not is_within(piece.parameter, unpublished_parts)
     )
     if unknown or missing:
-        raise WeightsError(f"weights are not this model's: unknown {unknown[:3]}, missing {missing[:3]}")
+        raise WeightsError(f"weights do not fit this model: unknown {unknown[:3]}, missing {missing[:3]}")
 
     copy_tensors(model_tensors, tensors)
 
@@ -438,7 +438,7 @@ def copy_tensors(targets: Mapping[str, torch.Tensor], tensors: Mapping[str, torc
     for name, tensor in tensors.items():
         if tensor.shape != targets[name].shape:
             shapes = f"{tuple(tensor.shape)} instead of {tuple(targets[name].shape)}"
-            raise WeightsError(f"weights are not this model's: {name} has shape {shapes}")
+            raise WeightsError(f"weights do not fit this model: {name} has shape {shapes}")
     with torch.no_grad():
         for name, tensor in tensors.items():
             targets[name].copy_(tensor)

@@ -329,7 +329,8 @@ def _attention(
     refused_arguments = unknown_arguments(kwargs)
     if refused_arguments:
         raise ConfigError(
-            f"the embedded engine has no {', '.join(refused_arguments)} attention; use another engine"
+            f"the embedded engine does not support {', '.join(refused_arguments)} attention; use another "
+            "engine"
         )
 
     return slots.attend(module, query, key, value, scoring), None

@@ -300,7 +300,7 @@ class _Collector:
 
     def _refuse_if(self, exceeded: bool, limit_text: str) -> None:
         if exceeded:
-            raise ChangesError(f"what changed has more than {limit_text}")
+            raise ChangesError(f"the changes have more than {limit_text}")
 
 
 def apply_changes(top_directory: str, _: int, source: bytes) -> None:

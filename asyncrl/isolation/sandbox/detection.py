@@ -96,7 +96,9 @@ def check_isolation(require: str) -> frozenset[str]:
     machine lacks the isolation."""
     required_words = frozenset(require.replace(",", " ").split())
     if unknown_words := sorted(required_words - set(ISOLATION)):
-        raise ConfigError(f"require has {unknown_words[0]!r}; it takes words of: {' '.join(ISOLATION)}")
+        raise ConfigError(
+            f"require has the unknown word {unknown_words[0]!r}; use words of: {' '.join(ISOLATION)}"
+        )
 
     try:
         missing_words = sorted(required_words & set(detect_isolation().missing))

@@ -42,7 +42,9 @@ def copy_layers(layers: Sequence[str], uid: int) -> list[int]:
     user_namespace = -1
     if owner_status.st_uid != uid:
         if os.geteuid() != 0:
-            raise PermissionError(f"{layers[0]} belongs to another user: import it as the one who runs it")
+            raise PermissionError(
+                f"{layers[0]} belongs to another user: import the image as the user who runs it"
+            )
         user_namespace = _make_mapped_namespace(owner_status, uid)
 
     layer_mounts = []
@@ -53,7 +55,9 @@ def copy_layers(layers: Sequence[str], uid: int) -> list[int]:
             try:
                 kernel.set_attributes(layer_mounts[-1], "", kernel.ID_MAP, user_namespace)
             except OSError as error:
-                advice = "this file system cannot map users: keep images on another, or use them not as root"
+                advice = (
+                    "this file system cannot map users: keep images on another one, or do not run as root"
+                )
                 raise OSError(error.errno, advice, layer) from error
 
     if user_namespace >= 0:

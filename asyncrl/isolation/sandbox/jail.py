@@ -279,9 +279,9 @@ class Jail:
                 raise SandboxError("the sandbox is closed")
             if self._process is None:
                 if self._needs_listener:
-                    raise SandboxError("the sandbox ended, and with it the listener that is served")
+                    raise SandboxError("the sandbox ended, and its listener with it")
                 if request.kind == frames.COLLECT:
-                    raise SandboxError("the sandbox ended, and with it the files that changed")
+                    raise SandboxError("the sandbox ended, and the changed files with it")
                 await self.start()
 
             try:
@@ -376,7 +376,7 @@ class Jail:
             required.add("listener")
 
         if self._image and "root" not in guarantees:
-            raise SandboxError(f"no sandbox can have an image here: {self.notes} (docs/guides/tasks.md)")
+            raise SandboxError(f"sandboxes cannot use images here: {self.notes} (docs/guides/tasks.md)")
         if missing := sorted(required - guarantees):
             lacking_texts = ", ".join(MISSING_TEXTS.get(name, f"no isolation of {name}") for name in missing)
             raise SandboxError(

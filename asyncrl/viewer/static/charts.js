@@ -1,5 +1,5 @@
 // One figure of curves, on uPlot: raw values behind smoothed ones, bands, marks, two scales, a linked cursor.
-import { clock, make, number, percent, tell, tip } from "view/dom.js";
+import { clock, explained, make, number, percent, tell, tip } from "view/dom.js";
 
 export const DASHES = [[], [7, 4], [2, 3], [12, 3, 2, 3], [5, 2, 1, 2]];
 const SYMBOLS = { restart: "↻", resume: "◆", lost: "✕", alert: "▲", validation: "•" };
@@ -21,7 +21,8 @@ export function figure(spec) {
   const place = make("div", { class: "plot" });
   const element = make("figure",
     { class: spec.large && "large", id: `figure-${spec.title}`, tabindex: 0, "data-title": spec.title },
-    make("figcaption", {}, make("b", {}, spec.title), make("span", { class: "legend" }, ...spec.legend)),
+    make("figcaption", {}, make("b", {}, explained(spec.title)),
+      make("span", { class: "legend" }, ...spec.legend)),
     place, spec.note && make("p", { class: "dim note" }, spec.note));
   let chart = null;
   const fit = () => {
@@ -104,7 +105,7 @@ function reach(spec, right) {
   let [low, high] = ends(lines, spec.window, (line) => [line.y, line.raw ?? []]);
   if (low > high) return spec.log ? [0.1, 1] : [0, 1];
   if (spec.log) return low === high ? [low / 2, high * 2] : [low * 0.9, high * 1.1];
-  const floor = low >= 0 ? 0 : -Infinity, ceiling = spec.percent && high <= 1 ? 1 : Infinity;
+  const floor = low >= 0 ? 0 : -Infinity, ceiling = spec.percent && high < 1 + 1e-6 ? 1 : Infinity;
   const [least, most] = ends(lines, spec.window, (line) => line.bands.flat()), banded = least <= most;
   if (banded) {
     const room = Math.max(high - low, (most - least) * 0.6) / 2;
@@ -136,7 +137,8 @@ function ticks(splits, spec) {
   const right = (digits) => splits.every((v) =>
     Math.abs(Number((v / unit).toFixed(digits)) * unit - v) < apart / 50);
   const digits = [0, 1, 2, 3, 4, 5].find(right) ?? 6;
-  return splits.map((v) => v && `${Number((v / unit).toFixed(digits))}${name}`);
+  const beyond = spec.percent && size < 1.03 ? 1 + 1e-6 : Infinity; // of a share that is at most 100%
+  return splits.map((v) => v && (v > beyond ? "" : `${Number((v / unit).toFixed(digits))}${name}`));
 }
 
 /** Where a logarithmic axis has ticks; of uPlot's own there may be endlessly many. */

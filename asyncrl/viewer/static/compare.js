@@ -1,7 +1,7 @@
 // The tab of a comparison: outcomes of runs, tasks of evaluations, questions that flipped, configurations.
-import { card, counted, fold, hue, make, number, redraw, swatch, table } from "view/dom.js";
+import { card, counted, explained, fold, hue, make, number, redraw, swatch, table } from "view/dom.js";
 import { settingsOf } from "view/curves.js";
-import { judged, setting } from "view/overview.js";
+import { judged, keyed, setting } from "view/overview.js";
 import { go, link } from "view/route.js";
 import { ask } from "view/source.js";
 
@@ -62,7 +62,8 @@ function outcomes(state, answers) {
     ...of.map((at) =>
       row(named(state.runs[at].name, answers[at], at), numbers[at], of.length > 1 ? "part" : "")),
   ]).filter(Boolean);
-  return card("Outcomes", table(["", ...names], rows), make("p", { class: "dim small" }, NOTE));
+  return card("Outcomes", table(["", ...names.map(explained)], rows),
+    make("p", { class: "dim small" }, NOTE));
 }
 
 function together(seeds, names) {
@@ -148,7 +149,9 @@ function flips(found, sides, heads, mode = "") {
 
 function differing(names, differences) {
   const rows = Object.entries(differences).map(([key, values]) =>
-    [make("code", {}, key), ...values.map(setting)]);
+    [make("code", {}, keyed(key)), ...values.map(setting)]);
+  const same = make("p", { class: "dim" }, "All keys have the same values.");
+  if (!rows.length) return card("Configuration", same);
   const found = table(["key", ...names], rows, { id: "differences" });
   return card("Configuration", fold(`${counted(rows.length, "key")} of different values`, true, found));
 }

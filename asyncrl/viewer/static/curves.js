@@ -1,6 +1,6 @@
 // The tab of curves: what a run earns, how old its tokens are, how fast it is; with what happened when.
 import { DASHES, figure, line } from "view/charts.js";
-import { PALETTE, byId, fold, hue, make, number, redraw } from "view/dom.js";
+import { MEANINGS, PALETTE, byId, fold, hue, make, number, redraw } from "view/dom.js";
 import { go, goLater } from "view/route.js";
 import { ask, isFile } from "view/source.js";
 
@@ -97,7 +97,7 @@ function bar({ now, by, settings, out }, seeds) {
 }
 
 /** A series that a click puts out, and in again: a setting, or a metric. */
-function series(id, text, out, stroke, dash, title = text) {
+function series(id, text, out, stroke, dash, title = MEANINGS[text] ?? text) {
   const shown = !out.includes(id), next = out.filter((one) => one && one !== id).concat(shown ? id : []);
   return make("button", { class: "series", id: `series-${id}`, title, "aria-pressed": String(shown),
     onclick: () => go({ out: next.join(",") }, true) }, line(stroke, dash), text);

@@ -1,6 +1,8 @@
 // The tab of episodes: facets, a list, and beside it the reader of the chosen one; or what the tools did.
 // Everything that is chosen is in the address: where, order, search, start, uid, colour, side, sub.
-import { byId, counted, fold, make, meter, number, percent, redraw, seconds, table } from "view/dom.js";
+import {
+  MEANINGS, byId, counted, explained, fold, make, meter, number, percent, redraw, seconds, table,
+} from "view/dom.js";
 import { address, go, goLater, route } from "view/route.js";
 import { ask, isFile } from "view/source.js";
 import { sideBySide } from "view/group.js";
@@ -99,7 +101,7 @@ function facets(some, where) {
     });
     const rest = chips.slice(INLINE);
     return make("div", { class: "facet", role: "group", "aria-label": label },
-      make("span", { class: "dim" }, label), ...chips.slice(0, INLINE),
+      make("span", { class: "dim" }, explained(label)), ...chips.slice(0, INLINE),
       rest.length ? fold(`${rest.length} more`, false, ...rest) : null);
   });
 }
@@ -133,8 +135,9 @@ function list(answer, now) {
   }
   const sort = (column) => {
     const [next, arrow] = by !== column ? [`-${column}`, ""] : order === by ? [null, " ▴"] : [by, " ▾"];
-    const link = { href: address({ order: next, start: null }), id: `sort-${column}` };
-    return make("a", link, `${column === "newest" ? "version" : column}${arrow}`);
+    const name = column === "newest" ? "version" : column;
+    const link = { href: address({ order: next, start: null }), id: `sort-${column}`, title: MEANINGS[name] };
+    return make("a", link, name + arrow);
   };
   const head = COLUMNS.map((some) => make("th", {
     "aria-sort": !some.includes(by) ? null : order === by ? "ascending" : "descending",
@@ -164,7 +167,7 @@ function row(one, now, largest) {
   const flag = (text, title) => title && make("span", { class: "bad", title }, text);
   const choose = { "aria-selected": String(uid === now.uid), onclick: () => go({ uid }) };
   return make("tr", { "data-uid": uid, ...choose }, ...[
-    [make("a", { href: address({ uid }) }, line(one.question, 200) || uid),
+    [make("a", { href: address({ uid }), title: line(one.question, 400) }, line(one.question, 200) || uid),
       under(code(one.answer || "–"), ...(one.truth ? [" · truth ", code(one.truth)] : []))],
     [make("b", {}, number(one.score)), make("div", { class: "parts" }, ...bars)],
     [number(one.turns), flag(` ✗${failed}`, wrong), under(number(one.tokens))],

@@ -1,5 +1,5 @@
 // The page: its tabs, its keys, and what is asked again while a run goes on.
-import { byId, clock, fail, hue, make, redraw, swatch } from "view/dom.js";
+import { WORDS, byId, clock, fail, hue, make, redraw, swatch } from "view/dom.js";
 import { address, go, route } from "view/route.js";
 import { ask, isFile, saved } from "view/source.js";
 import * as compare from "view/compare.js";
@@ -75,6 +75,8 @@ document.addEventListener("keydown", (event) => {
   act();
 });
 byId("main").append(...NAMES.map((id) => make("section", { id, hidden: "" })));
+byId("glossary").append(...WORDS.flatMap(([word, , meaning]) =>
+  [make("dt", {}, word), make("dd", {}, meaning)]));
 addEventListener("hashchange", refresh);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => location.reload()); // canvases
 refresh();

@@ -1,6 +1,7 @@
 // The tab Overview of a run: outcome, what is wrong, before and after, who waits, the flow, figures, keys.
 import {
-  PALETTE, badge, card, counted, fold, hue, make, number, percent, redraw, seconds, swatch, table,
+  PALETTE, badge, breakable, card, counted, explained, fold, hue, make, number, percent, redraw, seconds,
+  swatch, table,
 } from "view/dom.js";
 import { address, link } from "view/route.js";
 import { ask } from "view/source.js";
@@ -14,6 +15,7 @@ const STRIP = ["issued", "in_flight", "ready", "taken", "trained"];
 const EXITS = ["filtered", "dropped", "failed"];
 const ORDER = [2, 4, 1, 3, 0, 5]; // of colours in a bar
 const MOST_KEYS = 24; // that are not folded
+const FEW_KEYS = 8; // up to which the configuration is a card in a column
 const LONGEST = 300; // characters of a value
 const [WIDE, HIGH] = [160, 36]; // of a small curve
 
@@ -22,13 +24,15 @@ export async function show(place, route, state, current) {
   if (!current()) return;
   const { name, path, ended, phase } = state.runs[route.run] ?? state.runs[0];
   const run = { name, path, ended, phase, number: Number(route.run) };
+  const wide = answer.configuration.length > FEW_KEYS; // a long table has a row of its own, in two halves
   redraw(place, [run, answer], () => [
     headline(run, answer), ...answer.alerts.filter(wrong).map(warning),
-    make("div", { class: "overview" }, make("div", {}, heldOut(answer, run), answer.trains && training(answer),
-      ...answer.alerts.filter((one) => !wrong(one)).map(warning)),
-      make("div", {}, (answer.trains || answer.waits.length > 0) && waits(answer, run),
-        answer.trains && flow(answer), configuration(answer))),
-    ...answer.notes.map((note) => make("p", { class: "dim small" }, note)),
+    make("div", { class: "overview" }, heldOut(answer, run), answer.trains && training(answer),
+      ...answer.alerts.filter((one) => !wrong(one)).map(warning),
+      (answer.trains || answer.waits.length > 0) && waits(answer, run), answer.trains && flow(answer),
+      !wide && configuration(answer)),
+    wide && configuration(answer),
+    ...answer.notes.map((note) => make("p", { class: "dim small" }, breakable(note))),
     ...Object.entries(answer.tables).map(([title, rows]) =>
       Object.keys(rows).length > 0 && fold(title, false, table(null, Object.entries(rows)))),
   ]);
@@ -38,7 +42,8 @@ function headline({ name, path, ended, phase, number: at }, { outcome }) {
   const level = /^(failed|killed)/.test(ended) ? "bad" : ended ? "good" : "";
   return make("div", { class: "outcome-line" },
     make("p", { class: "dim" },
-      swatch(hue(at)), make("b", {}, name), " ", badge(ended.split(":")[0] || phase, level), " ", path),
+      swatch(hue(at)), make("b", {}, name), " ", badge(ended.split(":")[0] || phase, level), " ",
+      breakable(path)),
     make("h1", {}, outcome), ended.includes(":") && make("p", { class: "bad" }, ended));
 }
 
@@ -47,11 +52,11 @@ const wrong = ({ level }) => ["bad", "warn"].includes(level);
 
 /** What is wrong, what to change (with its present value), and a link to where it is seen. */
 function warning({ name, level, what, do: advice, keys, link: seen }) {
-  const setting = ([key, value]) => make("code", { class: "setting" }, `${key}, now ${value}`);
+  const setting = ([key, value]) => make("code", { class: "setting" }, breakable(`${key}, now ${value}`));
   return make("div", { class: `alert ${level}`, "data-alert": name },
     make("span", { class: `mark ${level}`, title: LEVELS[level] }, MARKS[level]),
-    make("div", {}, make("b", {}, name), ": ", what, ". ",
-      advice && make("span", {}, make("span", { class: "dim" }, "What to do: "), advice, ". "),
+    make("div", {}, make("b", {}, name), ": ", breakable(what), ". ",
+      advice && make("span", {}, make("span", { class: "dim" }, "What to do: "), breakable(advice), ". "),
       ...Object.entries(keys).map(setting),
       EVIDENCE[seen.tab] && link(seen, `see ${EVIDENCE[seen.tab]} →`)));
 }
@@ -82,7 +87,7 @@ function heldOut({ held_out: found, configuration: keys }, { ended }) {
 }
 
 const trend = (one, ...cells) => make("tr", { class: one.part ? "part" : "" },
-  make("th", { scope: "row" }, one.label), ...cells.map((cell) => make("td", {}, cell)));
+  make("th", { scope: "row" }, explained(one.label)), ...cells.map((cell) => make("td", {}, cell)));
 
 export function judged(one, unit) {
   const text = (value) => figure(value, unit);
@@ -122,7 +127,7 @@ function waits({ waits: roles }, { ended, phase }) {
   if (!roles.length) return empty("Who waits for whom", none);
   return card("Who waits for whom", ...roles.map(({ role, note, parts, now }) =>
     make("div", { class: "who-waits", "data-role": role },
-      make("div", {}, make("b", {}, role), make("span", { class: "dim" }, ` ${note}`)),
+      make("div", {}, make("b", {}, explained(role)), make("span", { class: "dim" }, ` ${note}`)),
       Object.keys(parts).length > 0 && bar(Object.entries(parts)),
       ...now.map((wait) => make("div", { class: "small" }, make("span", { class: "warn" }, "now: "), wait)))),
   make("p", { class: "small" }, link({ tab: "time" }, "what each process did when →")));
@@ -152,7 +157,7 @@ function flow({ flow: counts, running, reasons, conserved }) {
     const found = name !== "issued" && count && address({ tab: "episodes", where: JSON.stringify(where) });
     return make(found ? "a" : "span", { class: "box", href: found || null },
       make("b", {}, count.toLocaleString("en")),
-      make("span", { class: "dim" }, name.replace("_", " ") + now));
+      make("span", { class: "dim" }, explained(name.replace("_", " ")), now));
   };
   const arrow = () => make("span", { class: "dim", "aria-hidden": "true" }, "→");
   const why = Object.entries(reasons).map(([reason, count]) => `${number(count)} ${reason}`).join(", ");
@@ -169,13 +174,19 @@ export function setting(value) {
   const small = typeof value === "number" && value && Math.abs(value) < 1e-3;
   const text = small ? value.toExponential() : typeof value === "string" ? value : JSON.stringify(value);
   const shown = [null, "", "-"].includes(value) ? "–" : text.slice(0, LONGEST);
-  return make("code", {}, shown, text.length > LONGEST && `… (${number(text.length)} characters)`);
+  const more = text.length > LONGEST && `… (${number(text.length)} characters)`;
+  return make("code", {}, breakable(shown), more);
 }
+
+/** A key, which may go on in the next line after a dot or an underscore. */
+export const keyed = (key) =>
+  make("span", {}, ...key.split(/(?<=[._])/).flatMap((part) => [part, make("wbr")]));
 
 function configuration({ configuration: keys }) {
   const rows = keys.map(([key, value, usual]) =>
-    [make("code", {}, key), setting(value), make("span", { class: "dim" }, setting(usual))]);
-  const title = `${counted(rows.length, "key")} not at the default`;
-  return card("Configuration",
-    fold(title, rows.length <= MOST_KEYS, table(["key", "value", "default"], rows, { class: "keys" })));
+    [make("code", {}, keyed(key)), setting(value), make("span", { class: "dim" }, setting(usual))]);
+  const title = `${counted(rows.length, "key")} not at the default`, half = Math.ceil(rows.length / 2);
+  const halves = rows.length > FEW_KEYS ? [rows.slice(0, half), rows.slice(half)] : [rows];
+  return card("Configuration", fold(title, rows.length <= MOST_KEYS, make("div", { class: "halves" },
+    ...halves.map((some) => table(["key", "value", "default"], some, { class: "keys" })))));
 }

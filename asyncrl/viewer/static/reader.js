@@ -1,6 +1,7 @@
 // The reader: one episode as a conversation; its tokens coloured by what is chosen.
 import {
-  FULL, PALETTE, badge, byId, counted, fold, make, meter, number, percent, seconds, swatch, table, tell, tip,
+  FULL, MEANINGS, PALETTE, badge, byId, counted, fold, make, meter, number, percent, seconds, swatch, table,
+  tell, tip,
 } from "view/dom.js";
 import { address } from "view/route.js";
 import { branches, escaped, line, messages, parts } from "view/parts.js";
@@ -126,7 +127,7 @@ export const chip = (href, on, attributes, ...children) =>
 /** The choice of a colour, and what its strength says. */
 function colours(episode, paint, chosen) {
   const chips = Object.entries(COLOURS).map(([key, { name }]) =>
-    chip(address({ colour: key }), key === chosen, { id: `colour-${key}` }, name));
+    chip(address({ colour: key }), key === chosen, { id: `colour-${key}`, title: MEANINGS[name] }, name));
   const patches = () => paint.scale(paint).map(([value, label]) =>
     make("span", {}, swatch(paint.paint(value, paint)), label));
   const none = chosen === "advantages" ? `no advantages: ${episode.no_advantage}`

@@ -1,4 +1,4 @@
-"""Two rewards: one with verl's signature, which sees the answer, and a typed one, which sees the episode."""
+"""Two rewards: one with verl's signature, which gets the answer, and a typed one, which gets the episode."""
 
 import re
 
@@ -8,7 +8,7 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, close: float = 0.0):
-    """1 for the right number, `close` for one that is off by one. It runs in a process of its own."""
+    """1 for the right number, `close` for a number that is off by one. The reward runs in its own process."""
     found = NUMBER.findall(solution_str)
     off = abs(float(found[-1]) - float(ground_truth)) if found else None
     return {"score": 1.0 if off == 0 else close if off == 1 else 0.0, "components": {"answered": bool(found)}}
@@ -16,7 +16,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, c
 
 @runs("loop")  # quick enough for the event loop of the worker
 def diligence(given: RewardInput) -> dict:
-    """A tenth for each turn that calls the tool and gets a reply without an error, on that turn."""
+    """A tenth for each turn that calls the tool and gets a reply without an error, as that turn's reward."""
     spoken = [k for k, message in enumerate(given.messages) if message.role == "assistant"]
     earned = [0.0] * given.turns
     for turn, (start, end) in enumerate(zip(spoken, [*spoken[1:], None], strict=True)):

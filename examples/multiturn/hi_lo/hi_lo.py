@@ -7,8 +7,8 @@ from asyncrl.types import Message, Observation, Sample
 
 
 class HiLo(Environment):
-    """The game ends with the right guess, or after `guesses` of them. The right one earns 1; `hint` is taken
-    off for each guess that what was said before had ruled out, and for each that was never made."""
+    """The game ends with the right guess, or after `guesses` guesses. The right guess earns 1; `hint` is
+    subtracted for each guess that earlier answers had ruled out, and for each turn without a guess."""
 
     def __init__(self, *, guesses: int = 6, hint: float = 0.1) -> None:
         if guesses < 1:

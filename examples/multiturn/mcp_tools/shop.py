@@ -1,4 +1,4 @@
-"""An MCP server: a shop that knows its prices and what it has. Any other server would do."""
+"""An MCP server for a shop with items and prices. Any other server works in the same way."""
 
 from mcp.server.mcpserver import MCPServer
 

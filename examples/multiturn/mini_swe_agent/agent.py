@@ -1,7 +1,7 @@
-"""mini-swe-agent as it is, in an episode: it asks the model for a command, runs it, and shows what came out.
+"""mini-swe-agent in an episode: it asks the model for a command, runs it, and shows the output to the model.
 
-The sample comes on stdin: a system prompt, worked examples as earlier turns, and the task. The last line of
-stdout is the result. The directory is the episode's own.
+The program reads the sample from stdin: a system prompt, worked examples as earlier turns, and the task. The
+last line of stdout is the result. Each episode has its own directory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""An agent as one writes it for any OpenAI-compatible model: it knows nothing of training.
+"""A typical agent for any OpenAI-compatible model: it does not know about training.
 
 `solve` is called for each episode. As a program, the same agent reads the sample from stdin and finds its
-model in the environment, as the openai package does by itself.
+model through environment variables, as the openai package always does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CALCULATOR: Any = {
 
 
 def calculate(arguments: str) -> str:
-    """What the tool replies; an error is for the model to read."""
+    """The reply of the tool, or an error for the model to read."""
     try:
         given = json.loads(arguments)
         return str(OPERATIONS[given["op"]](given["a"], given["b"]))
@@ -45,7 +45,7 @@ def calculate(arguments: str) -> str:
 
 
 async def answer(client: AsyncOpenAI, model: str, messages: list[Any]) -> int:
-    """Let the model call the calculator until it answers. How often it did."""
+    """Let the model call the calculator until it answers. Return the number of calls."""
     for calls in range(16):
         completion = await client.chat.completions.create(model=model, messages=messages, tools=[CALCULATOR])
         message = completion.choices[0].message
@@ -59,7 +59,7 @@ async def answer(client: AsyncOpenAI, model: str, messages: list[Any]) -> int:
 
 
 async def solve(sample: Sample, endpoint: Endpoint) -> dict[str, int]:
-    """The agent of an episode. What it returns is the `result` that reward functions see."""
+    """The agent of an episode. Its return value is the `result` that reward functions get."""
     messages = [{"role": message.role, "content": message.content} for message in sample.prompt]
     client = CLIENT.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
     return {"calls": await answer(client, endpoint.model, messages)}

@@ -1,7 +1,7 @@
-"""Nim, played by the policy against itself: who takes the last of the stones wins, and the other loses.
+"""Nim, played by the policy against itself: the player who takes the last of the stones wins.
 
-Both players are the model in training. Each has a conversation of its own, and is named in its requests, so
-that it earns a reward of its own: 1 or -1. What one cannot read as 1, 2 or 3 stones loses the game.
+Both players are the model in training. Each has its own conversation, and is named in its requests, so that
+it gets its own reward: 1 or -1. A reply that cannot be read as 1, 2 or 3 stones loses the game.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST = 3  # stones that a move may take
 
 
 async def move(client: AsyncOpenAI, player: str, messages: list[Any], stones: int) -> int:
-    """The stones that a player takes; 0: no number was said."""
+    """The stones that a player takes; 0 for a reply without a number."""
     messages.append({"role": "user", "content": f"Nim: {stones}"})
     completion = await client.chat.completions.create(model=player, messages=messages)
     text = completion.choices[0].message.content or ""
@@ -30,8 +30,8 @@ async def move(client: AsyncOpenAI, player: str, messages: list[Any], stones: in
 
 
 async def play(sample: Sample, endpoint: Endpoint) -> dict[str, Any]:
-    """One game. `best`: the share of moves that were right, of those where a right one existed: it leaves the
-    other a multiple of 4, from which every move loses."""
+    """One game. `best`: the fraction of right moves, among those where a right move existed: it leaves the
+    other player a multiple of 4, from which every move loses."""
     client = CLIENT.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
     messages: dict[str, list[Any]] = {player: [] for player in PLAYERS}
     stones = sample.extra_info["stones"]
@@ -52,7 +52,7 @@ async def play(sample: Sample, endpoint: Endpoint) -> dict[str, Any]:
 
 
 def result(winner: str, loser: str, moves: int, right: list[bool]) -> dict[str, Any]:
-    """What the reward `agent` reads: a score for each player, and numbers to be reported."""
+    """The input of the reward `agent`: a score for each player, and numbers to report."""
     return {
         "score": {winner: 1.0, loser: -1.0},
         "moves": moves,

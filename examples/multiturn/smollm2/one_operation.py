@@ -1,4 +1,4 @@
-"""A calculator of one operation a call: what has two needs a second call with the reply to the first."""
+"""A calculator with one operation per call: two operations need a second call with the reply to the first."""
 
 from __future__ import annotations
 

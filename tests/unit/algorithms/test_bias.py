@@ -250,8 +250,8 @@ def test_a_mask_alone_is_no_correction(rules: Rules) -> None:
 
 
 def documented() -> list[tuple[Rules, float, float]]:
-    """The table of docs/reference/algorithms.md: rules, angle near pi and far from it."""
-    text = (Path(__file__).resolve().parents[3] / "docs" / "reference" / "algorithms.md").read_text()
+    """The table of docs/background/formulas.md: rules, angle near pi and far from it."""
+    text = (Path(__file__).resolve().parents[3] / "docs" / "background" / "formulas.md").read_text()
     rows = []
     for cells in re.findall(r"^\| ([^|]+) \| (\d\.\d{3}) \| (\d\.\d{3}) \|$", text, re.MULTILINE):
         level = dict(re.findall(r"(level)=(\w+)", cells[0]))

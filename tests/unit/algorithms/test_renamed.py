@@ -30,7 +30,7 @@ CORRECTION_INPUT = CorrectionInput(*[LOSS_INPUT.logp.detach()] * 6)
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_an_old_attribute_names_the_new_one(owner: Any, old: str, new: str) -> None:
-    with pytest.raises(AttributeError, match=f"has no attribute '{old}'; it is called '{new}' now"):
+    with pytest.raises(AttributeError, match=f"has no attribute '{old}'; it is now called '{new}'"):
         getattr(owner, old)
     with pytest.raises(AttributeError, match=r"has no attribute 'other'$"):
         _ = owner.other
@@ -39,7 +39,7 @@ def test_an_old_attribute_names_the_new_one(owner: Any, old: str, new: str) -> N
 
 @pytest.mark.parametrize("old", ["CreditInput", "Credit", "credit_of"])
 def test_an_old_import_names_the_new_one(old: str) -> None:
-    with pytest.raises(ImportError, match=rf"asyncrl\.algorithms\.advantages: '{old}' is called '\w+' now"):
+    with pytest.raises(ImportError, match=rf"asyncrl\.algorithms\.advantages: '{old}' is now called '\w+'"):
         exec(f"from asyncrl.algorithms.advantages import {old}")
 
 

@@ -50,7 +50,9 @@ def hanging_launcher() -> Iterator[LauncherProcess]:
 
 def test_a_launcher_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_module, "STOP_MARGIN_SECONDS", 0.2)
-    text = r"the launcher did not end within \d+ s after the stop .* was killed with all processes of the run"
+    text = (
+        r"the launcher did not exit within \d+ s after the stop .* was killed with all processes of the run"
+    )
 
     with hanging_launcher() as launcher:
         launcher.stop()
@@ -65,12 +67,12 @@ def test_a_launcher_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch
             launcher.wait(InterruptingView(lines))
         assert not launcher.is_running
     assert len(lines) == 1
-    assert lines[0].startswith("the launcher did not end within ")
+    assert lines[0].startswith("the launcher did not exit within ")
 
 
 def test_a_process_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with pytest.raises(RunError, match=r"the launcher process cannot be started .*; call") as raised:
+    with pytest.raises(RunError, match=r"the launcher process could not be started .*; make sure") as raised:
         LauncherProcess(REQUEST)
     assert "\n" not in str(raised.value)
 

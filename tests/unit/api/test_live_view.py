@@ -16,7 +16,16 @@ import pytest
 from msgspec.structs import replace
 
 from asyncrl.api import live_view
-from asyncrl.api.live_view import MAX_POINTS, LineView, RunFeed, can_draw, open_view, run_html, thinned
+from asyncrl.api.live_view import (
+    MAX_POINTS,
+    LineView,
+    RunFeed,
+    add_points,
+    can_draw,
+    open_view,
+    run_html,
+    thinned,
+)
 from asyncrl.config.composition import compose
 from asyncrl.launch.console import Console
 from asyncrl.launch.console_view import ConsoleState, plain_line
@@ -89,7 +98,7 @@ def test_the_files_of_a_run_become_the_state_of_the_view(tmp_path: Path) -> None
     state = console.state
     feed = RunFeed(tmp_path, console, started_at=0.0)
     assert [row["training/step"] for row in feed.update()] == [1, 2]
-    assert state.history[REWARD] == [0.1, 0.2]
+    assert state.history[REWARD] == {1: 0.1, 2: 0.2}
     assert state.progress.training_start is None
 
     status = {"phase": "running", "step": 2, "total_steps": 9, "gauges": {LAG: 0.5}, "waits": ["a: b"]}
@@ -100,7 +109,7 @@ def test_the_files_of_a_run_become_the_state_of_the_view(tmp_path: Path) -> None
     assert len(feed.update()) == 2
     assert feed.update() == []
     assert "step 2/9" in plain_line(state)  # as the newest status says
-    assert state.history[REWARD] == [0.1, 0.2, 0.3]
+    assert state.history[REWARD] == {1: 0.1, 2: 0.2, 3: 0.3}
     assert state.validation[SAMPLED] == 0.75
     assert state.status.waits == ("a: b",)
 
@@ -108,6 +117,47 @@ def test_the_files_of_a_run_become_the_state_of_the_view(tmp_path: Path) -> None
     feed.update()
     assert state.status.phase == "failed: no more memory"
     assert state.status.waits == ()
+
+
+def test_a_repeated_step_drops_the_old_curve_from_there_on(tmp_path: Path) -> None:
+    """A run with an older copy of run.db goes on from step 2: its old steps 3 and 4 are gone."""
+    rows = [step_row(step) for step in (1, 2, 3, 4)]
+    rows.insert(2, {"training/step": 2, VALIDATED: 2, SAMPLED: 0.5})
+    rows.append({"training/step": 4, VALIDATED: 4, SAMPLED: 0.9})
+    metrics_path = tmp_path / "metrics.jsonl"
+    metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    console = silent_console()
+    feed = RunFeed(tmp_path, console, started_at=0.0)
+    points: dict[str, dict[int, float]] = {REWARD: {}, SAMPLED: {}}
+    for row in feed.update():
+        add_points(points, row)
+    assert console.state.history[REWARD] == points[REWARD] == {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4}
+
+    with metrics_path.open("a") as file:
+        file.write(json.dumps(step_row(3) | {REWARD: 0.7}) + "\n")
+    for row in feed.update():
+        add_points(points, row)
+    assert console.state.history[REWARD] == points[REWARD] == {1: 0.1, 2: 0.2, 3: 0.7}
+    assert points[SAMPLED] == {2: 0.5}
+
+
+def test_the_console_of_a_resumed_run_begins_with_the_earlier_steps(tmp_path: Path) -> None:
+    rows = [step_row(1), step_row(2), step_row(3), step_row(2) | {REWARD: 0.9}, step_row(3) | {LAG: 1.5}]
+    lines = [json.dumps(row) for row in rows] + ['{"training/step": 4, "tim']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    state = silent_console().state
+    state.load_earlier_steps(tmp_path)
+    assert state.history[REWARD] == pytest.approx({1: 0.1, 2: 0.9, 3: 0.3})
+    assert state.history[LAG] == {3: 1.5}
+    assert state.progress.training_start is None
+
+    state.drop_steps_after(2)  # what the coordinator says once it trains
+    state.record_step(3, step_row(3) | {REWARD: 0.5})
+    assert state.history[REWARD] == pytest.approx({1: 0.1, 2: 0.9, 3: 0.5})
+    assert state.history[LAG] == {}
+
+    state.load_earlier_steps(tmp_path / "no run")
 
 
 def test_a_status_that_cannot_be_read_is_skipped(tmp_path: Path) -> None:
@@ -159,7 +209,7 @@ def test_a_view_that_fails_leaves_the_lines(
         for line in ("a", "b"):
             view.print_line(line)
             view.update()
-    failure_line = "the live view has failed (ConfigError: "
+    failure_line = "the live view failed (ConfigError: "
     printed_lines = capsys.readouterr().out.splitlines()
     assert [line[: len(failure_line)] for line in printed_lines] == ["a", failure_line, "b"]
 
@@ -172,7 +222,7 @@ def test_a_view_that_fails_leaves_the_lines(
         view.update()
         view.update()
     (printed_line,) = capsys.readouterr().out.splitlines()
-    assert printed_line.startswith("the live view has failed (TypeError: no number), and the run goes on; ")
+    assert printed_line.startswith("the live view failed (TypeError: no number), but the run continues; ")
 
 
 def test_ctrl_c_while_the_view_opens_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

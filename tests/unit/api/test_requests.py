@@ -158,25 +158,29 @@ def test_tables_are_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "keywords", "problem"),
     [
-        (["trainer.lr"], {}, "'trainer.lr': is not an override; write KEY=VALUE"),
-        ([3], {}, "3: is of type int; settings are strings or dicts"),
-        ([], {"train": [ROWS[0], "a text"]}, "data.train[1]: is of type str; each row is a dict"),
-        ([], {"train": []}, "data.train: has no rows"),
-        ([], {"train": 3}, "data.train: is of type int; give a list of dicts"),
+        (["trainer.lr"], {}, "'trainer.lr' is not an override; write KEY=VALUE"),
+        ([3], {}, "3: unexpected type int; settings are strings or dicts"),
+        ([], {"train": [ROWS[0], "a text"]}, "data.train[1]: unexpected type str; each row is a dict"),
+        ([], {"train": []}, "data.train: no rows"),
+        ([], {"train": 3}, "data.train: unexpected type int; pass a list of dicts"),
         ([], {"train": [{"day": datetime.date(2026, 1, 1)}]}, "data.train[0].day: Object of type date"),
         (
             [],
             {"train": [{"prompt": "x", "weight": float("nan")}]},
             "data.train[0].weight: Out of range float",
         ),
-        ([], {"train": closed_rows()}, "data.train: its rows cannot be read (ValueError: I/O operation on"),
-        ([], {"reward": object()}, "rollout.reward: is of type object; give a function or a class"),
-        ([], {"reward": 3}, "rollout.reward: is of type int; give a function or a class"),
-        ([], {"reward": [scored]}, "rollout.reward: is of type list; give a function or a class"),
-        ([], {"reward": waiting()}, "of type coroutine; give the async function itself, without calling it"),
-        ([], {"reward": Shelf()}, "rollout.reward: is of type Shelf; give a function or a class"),
-        ([], {"reward": lambda answer: 0.0}, "rollout.reward: a lambda has no name"),
-        ([], {"trainer": {"lr": object()}}, "trainer.lr: no key takes a value of type object"),
+        ([], {"train": closed_rows()}, "data.train: the rows cannot be read (ValueError: I/O operation on"),
+        ([], {"reward": object()}, "rollout.reward: unexpected type object; pass a function or a class"),
+        ([], {"reward": 3}, "rollout.reward: unexpected type int; pass a function or a class"),
+        ([], {"reward": [scored]}, "rollout.reward: unexpected type list; pass a function or a class"),
+        (
+            [],
+            {"reward": waiting()},
+            "unexpected type coroutine; pass the async function itself, without calling it",
+        ),
+        ([], {"reward": Shelf()}, "rollout.reward: unexpected type Shelf; pass a function or a class"),
+        ([], {"reward": lambda answer: 0.0}, "rollout.reward: a lambda cannot be loaded by name"),
+        ([], {"trainer": {"lr": object()}}, "trainer.lr: values of type object"),
     ],
 )
 def test_bad_arguments_name_the_key(
@@ -201,7 +205,7 @@ def test_rows_may_mix_types_in_what_is_free_and_in_nothing_else(tmp_path: Path) 
     assert [text_question.extra_info, number_question.extra_info] == [{"part": 1}, {"part": "one"}]
     assert text_question.prompt == number_question.prompt
 
-    for prompt, problem in ((5, "must be text, or a non-empty list"), (None, "is null; give it a text")):
+    for prompt, problem in ((5, "must be text, or a non-empty list"), (None, "is null; set a text")):
         (path,) = request_of(
             tmp_path, train=[*rows, {"prompt": prompt, "ground_truth": "4"}]
         ).saved_files.values()
@@ -226,5 +230,5 @@ def test_a_run_without_a_checkpoint_is_no_model(tmp_path: Path) -> None:
 def test_a_number_as_a_key_of_a_row_is_refused(tmp_path: Path) -> None:
     """As a text it would be found by no code that looks up the number."""
     rows = [{"prompt": "?", "extra_info": {"rooms": [{"7": 1}, {7: 1}]}}]
-    with pytest.raises(ConfigError, match=r"^data\.train\[0\]\.extra_info\.rooms: has the key 7 of type int"):
+    with pytest.raises(ConfigError, match=r"^data\.train\[0\]\.extra_info\.rooms: the key 7 is of type int"):
         make_request("train", [], {"train": rows}, tmp_path)

@@ -226,12 +226,12 @@ def test_other_code_has_another_path(results: dict[str, Any]) -> None:
     ("name", "problem"),
     [
         ("with_table", "with_table uses table, of type object: make it a column of the rows"),
-        ("with_gone", "with_gone uses missing_name, which is not defined"),
+        ("with_gone", "with_gone uses missing_name, which is not (or no longer) defined"),
         ("inner", "outer.<locals>.inner is defined inside another function or class"),
-        ("nameless", "a lambda has no name to load it by; write it as a function"),
-        ("old_plain", "plain in __main__ is now another object"),
-        ("by_assignment", "by_assignment is changed after its def or class; decorate it there"),
-        ("table", "is of type object; give a function or a class"),
+        ("nameless", "a lambda cannot be loaded by name; write a function"),
+        ("old_plain", "plain in __main__ has been replaced or removed"),
+        ("by_assignment", "by_assignment is changed after its definition; decorate it there"),
+        ("table", "unexpected type object; pass a function or a class"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_by_name(results: dict[str, Any], name: str, problem: str) -> None:

@@ -460,7 +460,7 @@ def test_an_agent_that_does_not_repeat_itself_is_found_out() -> None:
     first = Branches(rules())
     say(first, "42", USER)
     second = Branches(rules(), first.turns)
-    with pytest.raises(ProtocolError, match="does not repeat its recorded turn 0"):
+    with pytest.raises(ProtocolError, match="did not repeat its recorded turn 0"):
         second.recorded_turn(placed(second, AGAIN))
 
 
@@ -470,7 +470,7 @@ def test_a_recorded_turn_is_not_that_of_a_request_that_is_trained_otherwise_now(
     first = Branches(rules(), is_untrained=lambda request: before)
     say(first, "42", USER)
     second = Branches(rules(), first.turns, is_untrained=lambda request: not before)
-    with pytest.raises(ProtocolError, match="does not repeat its recorded turn 0"):
+    with pytest.raises(ProtocolError, match="did not repeat its recorded turn 0"):
         second.recorded_turn(placed(second, USER))
 
 

@@ -104,11 +104,11 @@ def test_the_first_token_after_a_line_break_ends_the_turn() -> None:
     chat = chat_of("apriel")
     [end] = written(chat, "<|end|>")
     assert chat.stop_ids[0] == end
-    assert "begins a new row" in chat.check_history("fork", ["user"])[0]
+    assert "starts a new row" in chat.check_history("fork", ["user"])[0]
 
 
 def test_calls_before_the_words_beside_them_are_shown() -> None:
     """Gemma 4 writes calls, replies, and then what the turn says."""
     assert not any(
-        "shows no tool calls" in line for line in chat_of("gemma4").check_history("fork", ["tool"])
+        "does not show tool calls" in line for line in chat_of("gemma4").check_history("fork", ["tool"])
     )

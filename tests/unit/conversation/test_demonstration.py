@@ -98,9 +98,13 @@ def test_a_row_that_begins_anew_joins_a_continued_message_with_its_turn() -> Non
 @pytest.mark.parametrize(
     ("messages", "tools", "why"),
     [
-        ((ASK, ANSWER, ANSWER), (TOOL,), "message 2: the assistant speaks without a message that it answers"),
-        ((ANSWER, ASK), (TOOL,), "message 0: the assistant speaks without"),
-        (TALK, (), "message 1: the call of 'weather' is not read back by rollout.parser"),
+        (
+            (ASK, ANSWER, ANSWER),
+            (TOOL,),
+            "message 2: an assistant message must answer a message before it",
+        ),
+        ((ANSWER, ASK), (TOOL,), "message 0: an assistant message must answer"),
+        (TALK, (), "message 1: rollout.parser cannot read back the call of 'weather'"),
         ((ASK, Message("assistant", "a<|im_end|>b")), (), r"message 1: the chat template writes 'a' where"),
     ],
 )

@@ -70,7 +70,9 @@ def test_registry_suggests_names() -> None:
 def test_a_parser_of_the_user_takes_the_tools(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def old(text): ...\ndef new(text, tools): ...\n")
     assert load_parser(f"{tmp_path}/mine.py:new")
-    with pytest.raises(ConfigError, match=r"rollout\.parser: .* is no parser; \(text, tools\) is expected"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.parser: .* is not a parser; it must take \(text, tools\)"
+    ):
         load_parser(f"{tmp_path}/mine.py:old")
 
 

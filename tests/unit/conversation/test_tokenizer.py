@@ -50,7 +50,9 @@ def test_the_class_that_the_configuration_names_changes_nothing(model: Path) -> 
 )
 def test_a_configuration_that_changes_how_text_is_read_is_refused(model: Path, keys: Any) -> None:
     configure(model, **keys)
-    with pytest.raises(ConfigError, match=r"reads .* otherwise than tokenizer\.json; remove what changes it"):
+    with pytest.raises(
+        ConfigError, match=r"reads .* differently from tokenizer\.json; remove what changes it"
+    ):
         load_tokenizer(str(model))
 
 
@@ -73,5 +75,5 @@ def test_a_library_that_writes_text_otherwise_is_refused(
     written = PreTrainedTokenizerFast.decode
     tidied = lambda *given, **options: written(*given, **options).replace(" ?", "?").replace("  ", " ")  # noqa: E731
     monkeypatch.setattr(PreTrainedTokenizerFast, "decode", tidied)
-    with pytest.raises(ConfigError, match=r"writes .  indented.* otherwise than tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"writes .  indented.* differently from tokenizer\.json"):
         load_tokenizer(str(model))

@@ -124,7 +124,7 @@ def test_a_token_lets_one_key_in_for_its_role_and_no_other(joining: Joining) -> 
 def test_a_token_is_of_use_once(joining: Joining) -> None:
     token = joining.token()
     joining.during(lambda: enrol(token))
-    with pytest.raises(ConfigError, match="refuses this token: it was used"):
+    with pytest.raises(ConfigError, match="rejects this token: it was used"):
         joining.during(lambda: enrol(token, DEADLINE))
 
 

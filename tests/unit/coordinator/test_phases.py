@@ -130,7 +130,7 @@ def test_signs_of_life_alone_are_no_progress(coordinator: Coordinator) -> None:
         coordinator._on_control(RANK, TrainerHeartbeat(0, 0.0, 0.0, "trajectories of step 1"), [], float(now))
     beats(coordinator, PROGRESS + 20, in_time=True)
     assert coordinator.lifecycle.phase is Phase.STOPPING
-    assert "no episode has landed" in coordinator.lifecycle.error
+    assert "no episode has ended" in coordinator.lifecycle.error
 
 
 def rank(coordinator: Coordinator, now: float) -> None:
@@ -151,7 +151,7 @@ def test_a_stall_ends_the_run_with_a_checkpoint_and_says_who_waits(coordinator: 
     coordinator._on_control(RANK, Checkpointed(coordinator.state.fleet.trainer_epoch, 3, 0), [], now)
     tick(coordinator, now)
     assert coordinator.lifecycle.outcome == "failed"
-    assert "nothing has moved for 420 s (launch.stall_timeout" in coordinator.lifecycle.error
+    assert "no sign of life for 420 s (launch.stall_timeout" in coordinator.lifecycle.error
     assert "trainer 0: trajectories of step 3" in coordinator.lifecycle.error
 
 
@@ -167,7 +167,7 @@ def test_a_disk_that_stays_full_ends_the_run(coordinator: Coordinator) -> None:
         coordinator._on_control(WORKER, WorkerHeartbeat(0, (), 0.0, 0.0, 0), [], float(now))
         tick(coordinator, float(now))
     assert coordinator.lifecycle.phase is Phase.STOPPING
-    assert "nothing was trained" in coordinator.lifecycle.error
+    assert "nothing has been trained" in coordinator.lifecycle.error
     assert "trainer 0: not saved: no space left" in coordinator.lifecycle.error
 
 
@@ -180,7 +180,7 @@ def test_a_rank_that_hangs_is_replaced(coordinator: Coordinator) -> None:
     for again in (1, 2):
         tick(coordinator, again * (SILENCE + 1))
         (replace,) = [order for order in sent(coordinator, Replace) if order.role == "trainer"]
-        assert not replace.incarnation and "nothing has moved" in replace.reason
+        assert not replace.incarnation and "no sign of life" in replace.reason
         assert coordinator.lifecycle.phase is Phase.RUNNING
 
 

@@ -129,7 +129,7 @@ def test_ignored_fields_are_one_line_and_can_be_read_as_columns(tmp_path: Path, 
     keys = {"name": "x", "data": {"train": str(tasks)}, "model": {"path": "m"}}
     (line,) = ignored_settings.unmet_requests(parse(keys))
     ignored = ("artifacts", "environment.cpus", "environment.build_timeout_sec", "verifier.typo_sec")
-    assert line.startswith(f"nothing reads the columns {', '.join(ignored)}")
+    assert line.startswith(f"unused columns: {', '.join(ignored)}")
     layout = RowLayout({"extra_info.cpus": "environment.cpus"})
     sample, _ = read_samples(DataConfig(str(tasks)), str(tasks), "train", layout)
     assert sample.extra_info["cpus"] == 2
@@ -162,13 +162,13 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     (
         "no instruction",
         lambda t: (t / "instruction.md").unlink(),
-        "there is no instruction.md; a task needs one",
+        "instruction.md is missing; a task needs it",
     ),
-    ("no toml", lambda t: (t / "task.toml").unlink(), "there is no task.toml"),
+    ("no toml", lambda t: (t / "task.toml").unlink(), "task.toml is missing"),
     ("an empty instruction", at("instruction.md", "# canary\n"), "instruction.md is empty"),
     ("no UTF-8", at("instruction.md", b"caf\xe9"), "instruction.md: not readable (UnicodeDecodeError"),
     ("broken TOML", toml("[environment\n"), "task.toml: not readable (TOMLDecodeError"),
-    ("no tests", lambda t: (t / "tests/test.sh").unlink(), "there is no tests/test.sh"),
+    ("no tests", lambda t: (t / "tests/test.sh").unlink(), "tests/test.sh is missing"),
     (
         "a number",
         environment("workdir = 3"),
@@ -184,30 +184,46 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     (
         "no image",
         toml('[environment]\ndocker_image = "lost"'),
-        "no image 'lost'",
+        "no image named 'lost'",
     ),
     ("the root", environment(""), "metadata.workspace '/' cannot be judged"),
     ("the tests", environment(WORKDIR, '[metadata]\nworkspace = ["/tests"]'), "'/tests' cannot be judged"),
-    ("above", environment(WORKDIR, '[metadata]\nworkspace = ["/app/../"]'), "is no absolute path"),
-    ("relative", environment('workdir = "app"'), "'app' is no absolute path"),
-    ("nowhere", environment('workdir = "/srv/app"'), "'/srv/app' is no directory of its image"),
+    ("above", environment(WORKDIR, '[metadata]\nworkspace = ["/app/../"]'), "is not an absolute path"),
+    ("relative", environment('workdir = "app"'), "'app' is not an absolute path"),
+    ("nowhere", environment('workdir = "/srv/app"'), "'/srv/app' is not a directory of its image"),
     ("a link", environment(WORKDIR, '[metadata]\nworkspace = ["/link"]'), "leads through a link, /link;"),
     ("below a link", environment('workdir = "/link/in"'), "leads through a link, /link;"),
-    ("a file", environment('workdir = "/file"'), "'/file' is no directory of its image"),
+    ("a file", environment('workdir = "/file"'), "'/file' is not a directory of its image"),
     (
         "the machine's",
         environment(WORKDIR + '\nenv = {KEY = "${KEY:-x}"}'),
         "environment.env KEY = ${KEY:-x}",
     ),
-    ("no name", environment(WORKDIR + '\nenv = {"A=B" = "x"}'), "environment.env 'A=B' is no variable"),
-    ("names", at("tests/config.json", '{"FAIL_TO_PASS": 3}'), "FAIL_TO_PASS is no list of names"),
-    ("text", at("tests/config.json", '{"PASS_TO_PASS": "a b"}'), "PASS_TO_PASS is no list of names"),
+    (
+        "no name",
+        environment(WORKDIR + '\nenv = {"A=B" = "x"}'),
+        "environment.env 'A=B' is not a valid variable",
+    ),
+    ("names", at("tests/config.json", '{"FAIL_TO_PASS": 3}'), "FAIL_TO_PASS is not a list of names"),
+    ("text", at("tests/config.json", '{"PASS_TO_PASS": "a b"}'), "PASS_TO_PASS is not a list of names"),
     ("no JSON", at("tests/config.json", "{"), "config.json: not readable"),
-    ("out", lambda t: (t / "tests/x").symlink_to("../solution"), "tests/x is a link that leads out"),
-    ("absolute", lambda t: (t / "tests/x").symlink_to("/etc/passwd"), "tests/x is a link that leads out"),
-    ("elsewhere", lambda t: (t / "tests").rename(t / "old") and (t / "tests").symlink_to("old"), "leads out"),
-    ("compose", at("environment/docker-compose.yaml", "x: 1"), "environment/docker-compose.yaml is refused"),
-    ("context", at("trajectory.json", "{}"), "trajectory.json is refused: a task begins with"),
+    ("out", lambda t: (t / "tests/x").symlink_to("../solution"), "tests/x is a link that points outside"),
+    (
+        "absolute",
+        lambda t: (t / "tests/x").symlink_to("/etc/passwd"),
+        "tests/x is a link that points outside",
+    ),
+    (
+        "elsewhere",
+        lambda t: (t / "tests").rename(t / "old") and (t / "tests").symlink_to("old"),
+        "points outside",
+    ),
+    (
+        "compose",
+        at("environment/docker-compose.yaml", "x: 1"),
+        "environment/docker-compose.yaml is not supported",
+    ),
+    ("context", at("trajectory.json", "{}"), "trajectory.json is not supported: a task begins with"),
 ]
 
 
@@ -228,7 +244,7 @@ def test_what_is_wrong_is_one_line_that_names_the_folder(
 
 def test_a_missing_image_comes_with_the_two_commands_that_make_it(tmp_path: Path, images: Path) -> None:
     folder = task_folder(tmp_path / "lost", "[environment]\n")
-    with pytest.raises(ConfigError, match=r"--name lost; or set environment\.docker_image to one that"):
+    with pytest.raises(ConfigError, match=r"--name lost; or set environment\.docker_image to an existing"):
         read(folder)  # nothing says what it is made of
     (folder / "environment").mkdir()
     (folder / "environment/Dockerfile").touch()
@@ -251,7 +267,7 @@ def test_layers_of_a_thin_image_hide_what_is_below(tmp_path: Path, images: Path)
     bare_image(images, "base", "app/src", "old")
     thin = bare_image(images, "thin", "app/more", over="base")
     (Path(thin.root) / "old").touch()
-    for inner, fault in (("/app/src", ""), ("/app/more", ""), ("/old", "is no directory of its image")):
+    for inner, fault in (("/app/src", ""), ("/app/more", ""), ("/old", "is not a directory of its image")):
         folder = task_folder(tmp_path / "t", f'[environment]\ndocker_image = "thin"\nworkdir = "{inner}"')
         if not fault:
             assert read(folder)
@@ -271,7 +287,7 @@ def test_refused_fields_say_why_and_harmless_values_pass(tmp_path: Path, images:
         folder = task_folder(tmp_path / "t", text)
         if refused:
             with pytest.raises(
-                ConfigError, match=re.escape(f"{name} = public is refused: {REFUSED_FIELDS[name]}")
+                ConfigError, match=re.escape(f"{name} = public is not supported: {REFUSED_FIELDS[name]}")
             ):
                 read(folder)
         else:
@@ -281,7 +297,7 @@ def test_refused_fields_say_why_and_harmless_values_pass(tmp_path: Path, images:
 
 def test_a_directory_without_tasks_is_one_line(tmp_path: Path, images: Path) -> None:
     (tmp_path / "parquet").mkdir()
-    with pytest.raises(ConfigError, match=r"has no task, a folder with task\.toml .*/\*\.parquet"):
+    with pytest.raises(ConfigError, match=r"no task \(a folder with task\.toml, .*/\*\.parquet"):
         read(tmp_path / "parquet")
     with pytest.raises(ConfigError, match="none/: no such directory; correct the path"):
         read(f"{tmp_path}/none/")
@@ -335,14 +351,14 @@ def test_a_sample_is_checked_for_its_image_and_its_tests(tmp_path: Path, images:
     other_sample = msgspec.structs.replace(sample, extra_info_json='{"task": "gsm8k"}')
     assert task_of(other_sample) is None
     check_task(other_sample, False)
-    with pytest.raises(ConfigError, match="sample 0 is no task"):
+    with pytest.raises(ConfigError, match="sample 0 is not a task"):
         check_task(other_sample, True)
-    with pytest.raises(ConfigError, match="sample 0: its task, or what judges it, cannot be read"):
+    with pytest.raises(ConfigError, match="sample 0: the task or its tests cannot be read"):
         check_task(msgspec.structs.replace(sample, ground_truth_json="42"), True)
     check_task(msgspec.structs.replace(sample, ground_truth_json="42"), False)
     (folder / "tests/test.sh").unlink()
-    with pytest.raises(ConfigError, match=r"there is no .*/tests/test\.sh, which judges it; restore it"):
+    with pytest.raises(ConfigError, match=r"/tests/test\.sh, which judges it, is missing; restore it"):
         check_task(sample, True)
     (images / task_of(sample).image / "image.json").unlink()  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match="there is no image"):
+    with pytest.raises(ConfigError, match="no image named"):
         check_task(sample, False)

@@ -101,7 +101,7 @@ def test_a_hook_orders_the_samples_of_an_epoch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("first_only", "gives 5 numbers, not the 5 drawn ones in another order"),
+        ("first_only", "returns 5 numbers, not the 5 drawn ones in another order"),
         ("breaks", r"of epoch 0 failed: TypeError: .* \(hook.py:13\)"),
         ("short", r"short \(hook.py:15\) takes other arguments .*write def order\(samples, drawn, epoch\)"),
     ],
@@ -116,7 +116,7 @@ def test_an_order_that_cannot_be_kept_ends_the_run_with_one_line(tmp_path: Path)
     (tmp_path / "hook.py").write_text(HOOK)
     order = EpochOrder(stored(rows(5)), DataConfig("d", order=f"{tmp_path}/hook.py:easy_first"), 0, tmp_path)
     (tmp_path / "order-0.tmp").symlink_to("/dev/full")
-    with pytest.raises(ConfigError, match=r"order-0: the order of the data cannot be kept .*No space left"):
+    with pytest.raises(ConfigError, match=r"order-0: the order of the data cannot be saved .*No space left"):
         order(0)
 
 

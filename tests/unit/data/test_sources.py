@@ -37,8 +37,8 @@ def test_columns_of_another_layout_get_the_names_of_ours(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("columns", "complaint"),
     [
-        ({"promt": "question"}, "'promt' is no part of a sample; did you mean prompt"),
-        ({"extra_info.": "question"}, "is no part of a sample"),
+        ({"promt": "question"}, "'promt' is not a part of a sample; did you mean prompt"),
+        ({"extra_info.": "question"}, "is not a part of a sample"),
     ],
 )
 def test_names_that_no_sample_has_are_refused(columns: dict[str, str], complaint: str) -> None:
@@ -91,7 +91,7 @@ def test_a_pattern_names_files_in_the_order_of_their_names(tmp_path: Path) -> No
         ("b", 0),
         ("b", 1),
     ]
-    with pytest.raises(ConfigError, match="no file is named so"):
+    with pytest.raises(ConfigError, match="no file matches"):
         read(tmp_path / "*.csv")
 
 
@@ -122,7 +122,7 @@ def test_a_hub_without_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("datasets.load_dataset", load)
     with pytest.raises(
-        ConfigError, match=r"a/b: the split 'train' cannot be loaded .*without network"
+        ConfigError, match=r"a/b: the split 'train' cannot be loaded .*without a network"
     ) as caught:
         read("hf:a/b")
     assert "\n" not in str(caught.value)
@@ -207,8 +207,8 @@ def test_whatever_a_data_set_raises_is_an_error_of_its_key(tmp_path: Path, numbe
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("rows", r"rows\('small'\) failed: IndexError: .* \(own.py:15\); it must give"),
-        ("numbers", "gives int; rows are dicts"),
+        ("rows", r"rows\('small'\) failed: IndexError: .* \(own.py:15\); it must return"),
+        ("numbers", "yields int; rows are dicts"),
         ("nothing", r"nothing \(own.py:22\) takes other arguments"),
         ("empty", "small: the data set is empty"),
         ("deep", "small, sample 1: it is nested too deeply; flatten its values"),

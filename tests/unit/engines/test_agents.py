@@ -106,7 +106,7 @@ async def test_a_first_version_that_is_refused_changes_nothing(tmp_path: Path) -
     engine = serve(slots=1)
     specs = Adapters(tiny(), SIZES).specs
     whole_model = publish({"w": torch.ones(2)}, tmp_path, PolicyVersion(1, 1), specs)
-    with pytest.raises(WeightsError, match="not those of its adapters"):
+    with pytest.raises(WeightsError, match="not match its adapters"):
         await engine.load(whole_model)
     request = replace(ask(prompt(9), 4), agent="planner")
     assert_logprobs(tiny(), request, await engine.generate(request))

@@ -139,7 +139,7 @@ async def test_a_request_that_ends_without_a_token_is_a_loss():
     ("parts", "cut", "text"),
     [
         ([event([5], 1), event([6], 2)], True, "the stream of /generate"),
-        ([event([5, 6], 2), event([], 2, finish=ABORT), DONE], False, "took the request back"),
+        ([event([5, 6], 2), event([], 2, finish=ABORT), DONE], False, "aborted the request "),
         ([event([5, 6], 2), DONE], False, "ended, but not the request"),
         ([event([5, 6], 2)], False, "before its end mark"),
     ],
@@ -157,7 +157,7 @@ async def test_what_a_lost_request_has_is_kept(parts: list[bytes], cut: bool, te
 async def test_weights_of_nobody_lose_the_request_and_its_tokens():
     async with connected() as (script, engine):
         script.streams(event([5, 6], 2, "default", LENGTH), DONE)
-        with pytest.raises(EngineLost, match=r"'default'.*load them anew") as lost:
+        with pytest.raises(EngineLost, match=r"'default'.*load them again") as lost:
             await engine.generate(ask((1,), 2))
         assert lost.value.partial.ids == ()
 

@@ -94,11 +94,11 @@ def test_a_scorer_has_the_policys_vocabulary(tmp_path: Path) -> None:
         (other_model, other_model),
         ("", saved(tmp_path / "wide", size=65)),
     ):
-        with pytest.raises(ConfigError, match="another vocabulary than the policy") as caught:
+        with pytest.raises(ConfigError, match="a different vocabulary from the policy") as caught:
             check("teacher", path, theirs)
         assert "\n" not in str(caught.value)
     with pytest.raises(
-        ConfigError, match=r"another model than scorers\.teacher\.path: vocab_size 64 instead"
+        ConfigError, match=r"a different model from scorers\.teacher\.path: vocab_size 64 instead"
     ):
         check("teacher", same, other_model)
     with pytest.raises(ConfigError, match="room for 255 tokens"):
@@ -116,7 +116,7 @@ def test_what_a_scorer_lacks_is_one_line_before_the_start(tmp_path: Path) -> Non
         check_servers(config(tmp_path, teacher={"path": str(tmp_path / "own")}))
     other_model = saved(tmp_path / "other", {"z": 0})
     (tmp_path / "other/model.safetensors").touch()
-    with pytest.raises(ConfigError, match=r"^scorers\.teacher: .* another vocabulary"):
+    with pytest.raises(ConfigError, match=r"^scorers\.teacher: .* a different vocabulary"):
         check_servers(config(tmp_path, teacher={"path": other_model}))
 
 

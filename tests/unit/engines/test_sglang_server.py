@@ -45,12 +45,12 @@ def test_the_runs_model_with_room_is_fine(config: RunConfig, caplog: pytest.LogC
     check_engine_server(config, URL, *served(config.model.path))
     assert not caplog.messages
     check_engine_server(config, URL, *served("/nowhere/to/be/read"))  # the first load will tell
-    assert "sizes are not compared" in caplog.text and "/nowhere/to/be/read" in caplog.text
+    assert "sizes of its model are not compared" in caplog.text and "/nowhere/to/be/read" in caplog.text
     assert vocabulary_size_of(config.model.path) == 64
 
 
 def test_too_little_room_is_refused(config: RunConfig):
-    text = r"room for 255 tokens, rollout\.max_tokens is 256: lower it"
+    text = r"room for 255 tokens, but rollout\.max_tokens is 256: lower it"
     with pytest.raises(ConfigError, match=text):
         check_engine_server(config, URL, *served(config.model.path, max_req_input_len=255))
 

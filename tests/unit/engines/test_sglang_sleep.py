@@ -94,7 +94,7 @@ async def test_after_an_answer_that_was_lost_nobody_knows_what_a_server_holds(
         script.says(path, 500)
         with pytest.raises(EngineError):
             await loader.sleep()
-        assert "what it holds is not known" in loader.sleeping.unknown_reason
+        assert "so its state is unknown" in loader.sleeping.unknown_reason
 
 
 @pytest.mark.parametrize("path", [RESUME, DISK, CONTINUE])

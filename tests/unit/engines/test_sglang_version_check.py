@@ -148,7 +148,7 @@ async def test_a_newer_version_that_does_what_the_run_needs_starts_with_one_line
         ]
         assert labels == ["default"], "workers discard tokens of other labels"
         (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING][-1:]
-        assert f"{script.url} runs SGLang 0.6.0; tested is {TESTED_VERSION}. It does what this run ne" in line
+        assert f"{script.url} runs SGLang 0.6.0 (the tested version is {TESTED_VERSION}). It" in line
         assert "a request across a pause (in_place), the label of the weights" in line
 
 
@@ -198,7 +198,7 @@ async def test_a_look_asks_a_server_in_use_without_changing_it(config: RunConfig
 async def test_a_server_that_lacks_a_route_or_a_field_is_refused_by_its_name(config: RunConfig, lacks: str):
     async with scripted() as script:
         NewerServer(script, lacks)
-        with pytest.raises(ConfigError, match=f"SGLang 0.6.0, .*: it lacks {lacks}; tested is"):
+        with pytest.raises(ConfigError, match=f"SGLang 0.6.0, .*: it lacks {lacks}; the tested version is"):
             await look_at_server(config, script.url)
 
 

@@ -105,9 +105,9 @@ def test_an_environment_is_a_class_or_a_function_with_options(worlds: Path) -> N
         ("{}:HalfDone", "abstract method '?step"),
         (
             "{}:Stranger",
-            "Stranger is no environment, it has no reset, step, cut_short, close, tools, replay, timeout",
+            "Stranger is not an environment, as it lacks reset, step, cut_short, close, tools, replay, time",
         ),
-        ("{}:Hasty", "its timeout is 0; seconds above 0 are expected"),
+        ("{}:Hasty", "its timeout must be a number of seconds above 0, not 0"),
         ("{}:Sync", r"Sync: step \(worlds.py:\d+\) is not async; write async def step\(self, message\)"),
         ("{}:CutsShort", r"cut_short \(worlds.py:\d+\) is not async; write .*cut_short\(self, unanswered\)"),
         ("{}:Closes", r"close \(worlds.py:\d+\) is not async; write async def close\(self\)"),
@@ -117,12 +117,12 @@ def test_an_environment_is_a_class_or_a_function_with_options(worlds: Path) -> N
         ),
         ("{}:Greedy", r"step \(worlds.py:\d+\) takes other arguments \(missing .* 'state'\)"),
         ("{}:Yields", r"step \(worlds.py:\d+\) yields; it must return"),
-        ("{}:Never", "its replay is 'never'; write 'reapply' or 'no'"),
-        ("{}:number", "is no function; write a class, or a function that makes"),
+        ("{}:Never", "its replay must be 'reapply' or 'no', not 'never'"),
+        ("{}:number", "is not a function; write a class, or a function that makes"),
         ("{}:missing", "has no 'missing'"),
         ("scripted", "did you mean scripted_user"),
-        ({"scripted_user": {}, "gymnasium": {}}, "one name is expected"),
-        ({}, "there are 0"),
+        ({"scripted_user": {}, "gymnasium": {}}, "expected one name"),
+        ({}, "not 0"),
     ],
 )
 def test_what_is_wrong_is_said_with_the_key(

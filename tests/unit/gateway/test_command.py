@@ -120,16 +120,16 @@ def test_files_in_home_are_written_before_the_program_starts(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("files", "why"),
     [
-        ({"../x": ""}, "home_files '../x' is no path of a file in HOME"),
-        ({"/etc/x": ""}, "is no path of a file in HOME"),
-        ({"a/../../x": ""}, "is no path of a file in HOME"),
-        ({"a//x": ""}, "is no path of a file in HOME"),
-        ({"./x": ""}, "is no path of a file in HOME"),
-        ({"a/": ""}, "is no path of a file in HOME"),
-        ({"": ""}, "is no path of a file in HOME"),
-        ({"a\0": ""}, "is no path of a file in HOME"),
+        ({"../x": ""}, "home_files '../x' is not a path of a file in HOME"),
+        ({"/etc/x": ""}, "is not a path of a file in HOME"),
+        ({"a/../../x": ""}, "is not a path of a file in HOME"),
+        ({"a//x": ""}, "is not a path of a file in HOME"),
+        ({"./x": ""}, "is not a path of a file in HOME"),
+        ({"a/": ""}, "is not a path of a file in HOME"),
+        ({"": ""}, "is not a path of a file in HOME"),
+        ({"a\0": ""}, "is not a path of a file in HOME"),
         ({"a": "\0"}, "home_files 'a' contains a NUL"),
-        ({"a": "", "a/b": ""}, "home_files 'a' cannot be a file: 'a/b' lies below it"),
+        ({"a": "", "a/b": ""}, "home_files 'a' cannot be a file, because 'a/b' is inside it"),
         ({"a": "x" * (1 << 20), "b": "x"}, "home_files has 1048577 bytes, more than the 1048576 allowed"),
     ],
 )
@@ -142,7 +142,7 @@ def test_files_in_home_stay_there(files: dict[str, str], why: str) -> None:
 def test_files_in_home_do_not_replace_directories_of_a_coding_agent(path: str) -> None:
     options = {"program": "/bin/sh", "sandbox": "none", "home_files": {path: ""}}
     with pytest.raises(
-        ConfigError, match=r"^rollout\.agent\.codex: home_files .* cannot be a file: .* lies below"
+        ConfigError, match=r"^rollout\.agent\.codex: home_files .* cannot be a file, because .* is inside"
     ):
         load_agent({"codex": options})
 
@@ -248,14 +248,14 @@ def test_agents_are_named_with_options(tmp_path: Path) -> None:
             {"command": {"line": "x", "shell": True}},
             "unknown option 'shell'; options: line, extra_info, ",
         ),
-        ({"command": {"line": "x"}, "other": {}}, "one name is expected"),
-        ({}, "one name is expected"),
+        ({"command": {"line": "x"}, "other": {}}, "expected one name"),
+        ({}, "expected one name"),
         (
             {"command": {"line": "echo 'unclosed"}},
             r"rollout\.agent\.command: line .* No closing quotation",
         ),
-        ({"command": {"line": "no-such-program --x"}}, "there is no program 'no-such-program'; install it"),
-        ({"command": {"line": "./agent.sh"}}, "there is no program './agent.sh'"),
+        ({"command": {"line": "no-such-program --x"}}, "no such program: 'no-such-program'; install it"),
+        ({"command": {"line": "./agent.sh"}}, "no such program: './agent.sh'"),
         ({"command": {"line": "ls", "memory_mb": 9}}, "memory_mb, .* need a sandbox; set sandbox: jail"),
         (
             {"command": {"line": "ls", "sandbox": "jail", "show": "/opt, /etc/"}},
@@ -263,13 +263,16 @@ def test_agents_are_named_with_options(tmp_path: Path) -> None:
         ),
         ({"command": {"line": "ls", "sandbox": "jail", "show": "/"}}, "show '/': a sandbox has its own"),
         ({"command": {"line": "ls", "sandbox": "jail", "show": "~/no"}}, "show '~/no': no such file"),
-        ({"codex": {"program": "/bin/true", "extra_info": "a"}}, "extra_info is for command: codex reads"),
+        (
+            {"codex": {"program": "/bin/true", "extra_info": "a"}},
+            "extra_info is for command only: codex reads",
+        ),
         ({"command": {"line": "ls", "files": "/no/such"}}, "files '/no/such': no such directory"),
         ({"command": {"line": "ls", "env": "=value"}}, "env '=value' has .* a value without a name"),
         ({"command": {"line": "ls", "env": "A=\0"}}, "has a NUL"),
-        ({"command": {"line": "ls", "env": "A=\ud800"}}, r"env 'A=\\ud800' has .* part of a character"),
+        ({"command": {"line": "ls", "env": "A=\ud800"}}, r"env 'A=\\ud800' has .* lone surrogate"),
         ("comand", "did you mean command"),
-        ("math:pi", "is no function"),
+        ("math:pi", "is not a function"),
         ("no_such_module:f", "cannot import"),
     ],
 )
@@ -310,7 +313,7 @@ def unknown(sample, endpoint, *, options: Nowhere = None): ...
         ),
         ("long", r"long \(mine.py:9\) takes other arguments \(missing .* 'tools'\)"),
         ("yields", r"yields \(mine.py:10\) yields; it must return"),
-        ("Solver", r"Solver: it cannot be made \(RuntimeError: no key \(mine.py:15\)"),
+        ("Solver", r"Solver: it cannot be created \(RuntimeError: no key \(mine.py:15\)"),
         ("Idle", r"mine.py:Idle: its instances cannot be called"),
         ("unknown", "no usable signature .*Nowhere"),
     ],

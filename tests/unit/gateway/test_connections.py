@@ -74,10 +74,10 @@ def test_a_burst_of_strangers_is_bounded_before_any_is_gone(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("address", "why"),
     [
-        ("0.0.0.0", "to which no agent can connect"),
-        ("::", "to which no agent can connect"),
-        ("192.0.2.1", "assign requested address; give an address of this machine"),
-        ("no such name", "give an address of this machine"),
+        ("0.0.0.0", "to which agents cannot connect"),
+        ("::", "to which agents cannot connect"),
+        ("192.0.2.1", "assign requested address; set an address of this machine"),
+        ("no such name", "set an address of this machine"),
     ],
 )
 def test_an_address_that_cannot_be_listened_on_is_named(address: str, why: str) -> None:

@@ -187,7 +187,7 @@ def test_what_cannot_be_is_reported(dialect: str, name: str) -> None:
 def test_a_text_that_the_model_began_is_refused(dialect: Dialect) -> None:
     """No API of the gateway continues one, as a prompt of the data is."""
     data = json.dumps(dialect.body([USER, Message("assistant", "It is")])).encode()
-    with pytest.raises(ApiError, match="a text that it began is not continued") as caught:
+    with pytest.raises(ApiError, match="and its text cannot be continued") as caught:
         dialect.read(data)
     assert caught.value.status == 400
 
@@ -458,7 +458,7 @@ PROMPTS: dict[str, tuple[Any, Any]] = {
 def test_a_prompt_without_a_template(prompt: Any, found: Any) -> None:
     body = json.dumps({"prompt": prompt, "max_tokens": 3, "n": 2, "logprobs": 1}).encode()
     if found is None:
-        with pytest.raises(ApiError, match="prompt is a text"):
+        with pytest.raises(ApiError, match="prompt must be a text"):
             text_completions.read(body)
         return
     asked = text_completions.read(body)

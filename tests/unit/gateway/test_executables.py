@@ -159,5 +159,5 @@ def test_executable_files_are_not_refused(tmp_path: Path, sandbox: str) -> None:
 def test_what_is_no_program_is_refused_at_once(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "agent"
     {"link": lambda: path.symlink_to("gone"), "directory": path.mkdir, "file": path.touch}[kind]()
-    with pytest.raises(ConfigError, match=r"line '.*agent': there is no program"):
+    with pytest.raises(ConfigError, match=r"line '.*agent': no such program"):
         Command(line=str(path))

@@ -254,14 +254,16 @@ def test_a_program_that_takes_too_much_memory_is_killed() -> None:
     line = "python -c 'x = bytearray(300 << 20); import time; time.sleep(60)'"
     command = Command(line=line, sandbox="jail", memory_mb=200)
     with pytest.raises(
-        CommandError, match="took more than 200 MiB with its files, and was killed; raise memory_mb"
+        CommandError, match="used more than 200 MiB with its files, and was killed; raise memory_mb"
     ):
         played_with(command)
 
 
 def test_a_place_that_cannot_be_made_in_a_sandbox_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspaces, "OWN_DIRECTORIES", ("home", "../proc/such"))
-    with pytest.raises(CommandError, match=r"no workspace could be made in its sandbox: mkdir: .*proc/such"):
+    with pytest.raises(
+        CommandError, match=r"the workspace in its sandbox could not be created: mkdir: .*proc/such"
+    ):
         played_with(Command(line="true", sandbox="jail"))
 
 
@@ -297,13 +299,13 @@ ASK = (
 
 
 def test_a_program_that_does_not_ask_in_time_is_ended() -> None:
-    with pytest.raises(CommandError, match=r"sleep made no request within setup_seconds \(0.2 s\)"):
+    with pytest.raises(CommandError, match=r"sleep did not make a request within setup_seconds \(0.2 s\)"):
         played_with(Command(line="sleep 600", setup_seconds=0.2))
 
 
 def test_a_program_whose_time_is_up_is_ended() -> None:
     """That is no failure: the episode is scored for its turns."""
-    with pytest.raises(TimeUp, match=r"python was ended after 0.2 s, as its time was up"):
+    with pytest.raises(TimeUp, match=r"python was stopped after 0.2 s, when its time was up"):
         played_with(Command(line=f"python -c '{ASK} time.sleep(600)'", seconds=0.2))
 
 

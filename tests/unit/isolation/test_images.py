@@ -74,12 +74,12 @@ def test_import_list_and_remove(own: Path, tmp_path: Path, capsys: pytest.Captur
     assert main(["image", "remove", "base"]) == 0
     assert capsys.readouterr().out == "base is removed; its image has other names\n"
     assert main(["image", "remove", "other"]) == 2
-    assert "'other' has images over it: 1; remove first sha256-" in capsys.readouterr().err
+    assert "'other' is below 1 other images; remove sha256-" in capsys.readouterr().err
     for name in ("t-1", "other"):
         assert main(["image", "remove", name]) == 0
     assert left(own) == [] and list(own.glob("sha256-*")) == []
     assert main(["image", "remove", "other"]) == 2
-    assert "there is no image 'other' (there are: none)" in capsys.readouterr().err
+    assert "no image named 'other' (available: none)" in capsys.readouterr().err
 
 
 def test_an_image_over_one_has_its_settings(own: Path, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_an_image_over_one_has_its_settings(own: Path, tmp_path: Path) -> None:
     assert import_image(tree(tmp_path / "top"), "top", over="base").directory == "/work"
     most = '"over":' + json.dumps([base.digest] * MAX_IMAGES_BELOW)
     described.write_text(described.read_text().replace('"over":[]', most))
-    with pytest.raises(ConfigError, match="it lies over 8 images itself"):
+    with pytest.raises(ConfigError, match="it is itself over 8 images"):
         import_image(tree(tmp_path / "top"), over="base")
 
 
@@ -137,7 +137,7 @@ def test_odd_names_find_nothing(own: Path, tmp_path: Path) -> None:
     import_image(tree(tmp_path / "a"), "a")
     for name in ("../names/a", "sha256-../a", "a/b", "", ".lock", "a" * 200):
         for call in (find_image, remove_image):
-            with pytest.raises(ConfigError, match="there is no image"):
+            with pytest.raises(ConfigError, match="no image named"):
                 call(name)
         if name:
             with pytest.raises(ConfigError, match="--name"):
@@ -187,7 +187,7 @@ def test_an_import_that_is_killed_leaves_nothing_for_long(own: Path, tmp_path: P
         assert len(running) == 1 and left(own) == running
         process.kill()
         process.wait()
-    with pytest.raises(ConfigError, match=r"there is no image 'killed' \(there are: a\)"):
+    with pytest.raises(ConfigError, match=r"no image named 'killed' \(available: a\)"):
         find_image("killed")
     import_image(tree(tmp_path / "a"), "b")
     assert left(own) == []
@@ -205,7 +205,7 @@ def test_an_archive_comes_by_the_standard_input(own: Path, tmp_path: Path) -> No
 REFUSED = {
     "none.tar": "no such file or directory",
     "empty": "has no /bin/sh: an image needs a shell; nothing was imported",
-    "/dev/null": "is no tar archive",
+    "/dev/null": "is not a tar archive",
 }
 
 
@@ -225,8 +225,8 @@ def test_the_help_has_the_unit_and_default_of_each_bound(capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main(["image", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "--mib N import: refused whole above N MiB of the files of all layers (16384)" in shown
-    assert "--seconds N import: refused whole above N seconds of unpacking (1800)" in shown
+    assert "--mib N import: refused whole above N MiB of files in all layers (16384)" in shown
+    assert "--seconds N import: refused whole above N seconds for unpacking (1800)" in shown
 
 
 def test_more_than_the_bound(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,7 +255,7 @@ def test_a_lock_that_is_kept_is_named_with_who_keeps_it(
     monkeypatch.setattr(importing_module, "LOCK_SECONDS", 0.1)
     with importing_module._lock_images(own):
         for call in (partial(import_image, str(tmp_path / "a")), partial(remove_image, "a")):
-            with pytest.raises(ConfigError, match=rf"\.lock: process {os.getpid()} has kept it for 0\.1"):
+            with pytest.raises(ConfigError, match=rf"\.lock: process {os.getpid()} has held it for 0\.1"):
                 call()
     assert find_image("a") == image
 
@@ -301,7 +301,7 @@ def test_users_and_machines_that_forbid_namespaces(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("kind", "said"), [(USER, "sandboxes can have one"), (FORBIDDEN, "no sandbox can have an image here")]
+    ("kind", "said"), [(USER, "sandboxes can have one"), (FORBIDDEN, "sandboxes cannot use images here")]
 )
 def test_doctor_says_whether_they_work(own: Path, kind: list[str], said: str) -> None:
     look = "from asyncrl.launch.machine import check_images; print(*check_images(None))"

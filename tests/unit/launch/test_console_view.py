@@ -91,7 +91,7 @@ def test_no_line_is_wider_and_no_number_is_cut(
 def test_a_curve_ends_with_the_newest_step(width: int, steps: int) -> None:
     """A value of another curve is wider than its own."""
     shown = state(steps)
-    shown.history[LAG] = [0.0] * (steps - 1) + [1.0]
+    shown.history[LAG] |= dict.fromkeys(range(1, steps), 0.0) | {steps: 1.0}
     lines = drawn(shown, width, 40)
     (curve,) = [line for line in lines if line.startswith(label(LAG))]
     assert re.search(r"▁█ 1.00 *$", curve)

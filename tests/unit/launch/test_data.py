@@ -58,7 +58,7 @@ def test_a_run_knows_its_samples_and_their_order() -> None:
         check_same_data(stored(rows(3)), same)
     swapped = [rows(3)[1], rows(3)[0], rows(3)[2]]
     for other in (swapped, rows(2), rows(4)):
-        with pytest.raises(ConfigError, match=r"data\.train: these are other samples"):
+        with pytest.raises(ConfigError, match=r"data\.train: the samples"):
             check_same_data(stored(other), kept)
 
 
@@ -158,7 +158,7 @@ def test_another_file_under_the_same_path_is_found_before_anything_starts(given:
     given.keys["resume"] = "auto"
     assert all(note.level == "ok" for note in given.notes("data"))
     given.write(questions(4)[::-1])
-    assert "data.train: these are other samples" in given.notes("data")[-1].text
+    assert "data.train: the samples" in given.notes("data")[-1].text
 
 
 def test_a_limit_that_changes_which_prompts_are_left_out_is_named(given: Given) -> None:
@@ -176,7 +176,7 @@ def test_a_limit_that_changes_which_prompts_are_left_out_is_named(given: Given) 
 def test_a_task_after_many_samples_is_checked_too(given: Given) -> None:
     lost = questions(1)[0] | {"extra_info": {"task": {"name": "lost", "image": "lost"}}}
     given.write([*questions(EXAMINED_SAMPLES + 1), lost])
-    assert "data.train: task lost: there is no image 'lost'" in given.notes("data")[-1].text
+    assert "data.train: task lost: no image named 'lost'" in given.notes("data")[-1].text
 
 
 def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given: Given) -> None:
@@ -189,7 +189,7 @@ def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given:
         given.notes("data")[-1].text
     )
     given.keys |= {"rollout.reward": "tests", "data.train": str(given.train)}
-    assert "data.train: sample 0 is no task, which rollout.reward judges" in given.notes("data")[-1].text
+    assert "data.train: sample 0 is not a task, but rollout.reward judges" in given.notes("data")[-1].text
     given.keys |= {"data.train": str(given.folder / "tasks"), "rollout.tools": []}
     assert "data.train: nothing works on its tasks; set rollout.agent" in given.notes("data")[-1].text
     given.keys["rollout.tools"] = ["calculator"]
@@ -205,10 +205,13 @@ def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given:
         "data.train: 4 of 4 tasks name no tests: their score is whatever test.sh says"
     )
     bare_image(images, "bare", "app", digest="sha256-anew")
-    assert "other samples" in (said := given.notes("data")[-1].text) and "their images, too" in said
+    assert (
+        "the samples, or their order, differ" in (said := given.notes("data")[-1].text)
+        and "for tasks, their images" in said
+    )
     given.keys |= {"resume": "never", "run_dir": str(given.folder / "other")}
     for name in "abcd":
         task_folder(given.folder / "tasks" / name, config={"FAIL_TO_PASS": ["t.py::test_a"]})
     assert {note.level for note in given.notes("data")} == {"ok"}
     (images / "names" / "bare").unlink()
-    assert "there is no image 'bare'" in given.notes("data")[-1].text
+    assert "no image named 'bare'" in given.notes("data")[-1].text

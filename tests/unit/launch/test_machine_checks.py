@@ -290,7 +290,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
     ],
     "error: agent": [
-        ({"rollout.agent": {"codex": {"program": "/no/codex"}}}, "there is no program '/no/codex'; install"),
+        ({"rollout.agent": {"codex": {"program": "/no/codex"}}}, "no such program: '/no/codex'; install"),
         (
             claude("echo no loader >&2; exit 1"),
             "in the sandbox: claude ended with code 1: no loader; give its path",
@@ -304,7 +304,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "error: plug-ins": [
         (
             [claude("exit 0"), {"rollout.reward": "agent"}],
-            "rollout.reward is agent, and rollout.agent claude_code returns no score; set another",
+            "rollout.reward is agent, but rollout.agent claude_code returns no score; set another",
         ),
     ],
     "ok: Python": [(PYTHONS[0], "asyncrl"), (PYTHONS[2], "asyncrl")],

@@ -239,7 +239,7 @@ def test_the_configuration_holds_the_text_of_the_template(tmp_path: Path) -> Non
     assert "<|im_start|>" in shipped and "<tool_call>" in shipped
     for text, says in {
         "": "cannot be read .*FileNotFoundError.* one of: chatml_tools",
-        "hi": "no Jinja",
+        "hi": "not a Jinja",
     }.items():
         if text:
             file.write_text(text)
@@ -391,5 +391,5 @@ def test_a_teacher_in_the_trainer_has_the_policy_s_tokens(tmp_path: Path) -> Non
         if not refused:
             check_model(config)
             continue
-        with pytest.raises(ConfigError, match=r"^kl\.reference: .* another vocabulary"):
+        with pytest.raises(ConfigError, match=r"^kl\.reference: .* a different vocabulary"):
             check_model(config)

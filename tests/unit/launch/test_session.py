@@ -275,12 +275,12 @@ def test_a_role_that_hangs_is_replaced(tmp_path: Path) -> None:
     def part() -> None:
         peer, _ = play.hear(ObserverHello)
         play.hub.send(peer, Status("running", 1, 9, {}, ()))
-        play.hub.send(peer, Replace("trainer", "nothing has moved"))
+        play.hub.send(peer, Replace("trainer", "no sign of life"))
         play.hear(Stop)  # here with a budget of no restarts
         play.processes["coordinator-0"].code = 1
 
     assert "trainer-0 was killed by SIGKILL; its 0 restarts" in play.run(part).error
-    assert ("note", "nothing has moved: replacing it") in play.shown
+    assert ("note", "no sign of life: replacing it") in play.shown
     play.hub.close()
 
 
@@ -288,10 +288,10 @@ def test_a_coordinator_that_stops_by_itself_is_given_the_same_time(play: Play) -
     def part() -> None:
         peer = play.begin("stopping")
         play.processes["rollout-0"].code = -9  # nobody is restarted any more
-        play.hub.send(peer, RunEnd("failed", "nothing has moved"))
+        play.hub.send(peer, RunEnd("failed", "no sign of life"))
         play.processes["coordinator-0"].code = 1
 
-    assert play.run(part) == RunOutcome(1, "nothing has moved")
+    assert play.run(part) == RunOutcome(1, "no sign of life")
 
 
 def test_a_run_that_begins_behind_an_interrupt_was_not_asked_to_stop(play: Play) -> None:

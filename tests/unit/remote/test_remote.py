@@ -111,9 +111,9 @@ async def test_what_passes_is_tried_again(answers: list[tuple[int, bytes]], repl
         (503, b"", 0, 1, "status 503, after 1 tries"),
         (400, b"no such model", 2, 1, r"status 400 \(no such model\)"),
         (302, b"", 2, 1, "status 302"),
-        (200, b"<html>", 2, 1, "no chat completion"),
-        (200, b'{"choices": []}', 2, 1, "no chat completion"),
-        (200, b'{"choices": [{"message": {"content": 3}}]}', 2, 1, "no chat completion"),
+        (200, b"<html>", 2, 1, "not a chat completion"),
+        (200, b'{"choices": []}', 2, 1, "not a chat completion"),
+        (200, b'{"choices": [{"message": {"content": 3}}]}', 2, 1, "not a chat completion"),
     ],
 )
 async def test_refusals(status: int, content: bytes, retries: int, tries: int, complaint: str) -> None:
@@ -203,7 +203,7 @@ async def test_no_request_waits_for_another() -> None:
 
 def test_bad_settings_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_KEY", raising=False)
-    with pytest.raises(ConfigError, match="NO_KEY holds no key"):
+    with pytest.raises(ConfigError, match="NO_KEY does not contain a key"):
         RemoteModel("http://x", "m", "NO_KEY")
     with pytest.raises(ConfigError, match="must begin with http"):
         RemoteModel("localhost:8000", "m")

@@ -182,7 +182,7 @@ def test_format(answer: str, end: EpisodeEnd, tool: str, reward: float) -> None:
         (0, RewardResult(0.0)),
         ({"score": 0.25, "components": {"tests": 3}}, RewardResult(0.25, (), {"tests": 3.0})),
         (None, "the agent returned no score"),
-        ("done", "the reward is 'done', which is no number"),
+        ("done", "the reward is 'done', which is not a number"),
     ],
 )
 def test_agent(result: Any, verdict: RewardResult | str) -> None:

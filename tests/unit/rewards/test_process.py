@@ -116,7 +116,7 @@ ANSWERED: dict[str, float | str] = {
     "raise": "KeyError: 'no key' (mine.py:19)",
     "exit": "SystemExit: 4 (mine.py:17)",
     "surrogate": "ValueError: ? (mine.py:21)",
-    "nan": "ValueError: the reward is nan, which is no finite number",
+    "nan": "ValueError: the reward is nan, which is not a finite number",
     "loop": 0.5,
     "big": 1.0,
     "huge": "the answer has 3088963 bytes, at most 1048576 are allowed",

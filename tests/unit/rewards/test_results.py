@@ -117,15 +117,15 @@ def test_results(result: Any, verdict: RewardResult) -> None:
         ({"score": {}}, "'score' of the reward is an empty dict"),
         ({}, "it has nothing"),
         ({"score": 1, "turns": [0.0, float("nan")]}, "reward of turn 1 is nan"),
-        ({"score": 1, "turns": [0.0, "much"]}, "reward of turn 1 is 'much', which is no number"),
+        ({"score": 1, "turns": [0.0, "much"]}, "reward of turn 1 is 'much', which is not a number"),
         ({"score": 1, "turns": 3}, "'turns' of the reward is a int"),
         ({"score": 1, "components": {"format": float("inf")}}, "component 'format' of the reward is inf"),
         ({"score": 1, "components": [1]}, "'components' of the reward is a list"),
         (RewardResult(float("nan")), "the reward is nan"),
         ("much", "the reward is 'much'"),
         (None, "the reward is None"),
-        (float("-inf"), "no finite number"),
-        (10**400, "no finite number"),
+        (float("-inf"), "not a finite number"),
+        (10**400, "not a finite number"),
     ],
 )
 def test_a_bad_result_is_reported_by_its_part(result: Any, complaint: str) -> None:
@@ -198,5 +198,5 @@ def test_a_result_is_finite_whatever_the_function_gave(result: Any) -> None:
 def test_sums_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="different lengths"):
         combine([("a", 1.0, RewardResult(0.0, (1.0,))), ("b", 1.0, RewardResult(0.0, (1.0, 2.0)))])
-    with pytest.raises(ValueError, match="no finite number"):
+    with pytest.raises(ValueError, match="not a finite number"):
         combine([("a", 1e308, RewardResult(1e308))])

@@ -44,7 +44,7 @@ def test_shapings_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"overlong": {"buffer": -1}}, r"algorithm\.shaping\.overlong\.buffer: .*>= 0"),
         ({"overlong": {"buffer": 5, "size": 1}}, "unknown option 'size'; options: buffer, factor, limit"),
         ({"overlnog": {}}, "did you mean overlong"),
-        ({"math:pi": {}}, r"algorithm\.shaping\.math:pi is no function"),
+        ({"math:pi": {}}, r"algorithm\.shaping\.math:pi is not a function"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(named: dict[str, Any], complaint: str) -> None:
@@ -53,5 +53,5 @@ def test_what_cannot_be_is_refused_by_name(named: dict[str, Any], complaint: str
 
 
 def test_a_shaping_without_end_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no finite number"):
+    with pytest.raises(ValueError, match="not a finite number"):
         sum_of_shapings([lambda given: float("nan")], episode(1))

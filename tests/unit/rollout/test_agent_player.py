@@ -201,8 +201,8 @@ def test_an_episode_of_side_requests_alone_fails() -> None:
     end = bench.failed()
     assert (end.reason, end.detail) == (
         FailReason.AGENT_ERROR,
-        "the agent ended without asking the model, but for side requests (rollout.untrained_agents, or not "
-        "of `agents`)",
+        "the agent ended without calling the model, except in side requests (rollout.untrained_agents, or "
+        "not of `agents`)",
     )
 
 
@@ -332,7 +332,7 @@ def test_one_number_is_the_reward_of_all_and_a_missing_agent_is_reported() -> No
     assert AgentBench(duel).finished().result.agents == ()
     reason, detail = reason_of(AgentBench(duel, reward=lambda given: {"white": 1.0, "blak": -1.0}))
     assert reason is FailReason.REWARD_ERROR
-    assert detail.startswith("the reward is a dict of white, blak, and not of 'black': give 'score', or")
+    assert detail.startswith("the reward is a dict of white, blak, without 'black': return 'score', or")
 
 
 # -- agents that fail --------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ FAILURES = {
     ),
     "awaits what it cancelled": (cancelled, "CancelledError (test_agent_player.py"),
     "cancels itself": (cancelling, "cancelled by its own code"),
-    "never asks": (silent, "ended without asking"),
+    "never asks": (silent, "ended without calling"),
     "returns what is no result": (odd, "returned a str"),
 }
 
@@ -451,7 +451,7 @@ def test_an_agent_that_hangs_before_its_first_turn_fails() -> None:
     reason, detail = reason_of(AgentBench(hung, episode_timeout=0.1))
     gate.set()
     assert reason is FailReason.DEADLINE
-    assert "not one turn" in detail
+    assert "before the first turn was finished" in detail
 
 
 async def test_an_episode_takes_one_thread_for_its_prompts_even_if_clients_leave() -> None:
@@ -1022,6 +1022,6 @@ def test_what_changed_is_judged_however_the_agent_ended(
 
 def test_a_place_that_cannot_be_made_is_a_failed_setup() -> None:
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
-        raise SetupError("task t: there is no image 'i'")
+        raise SetupError("task t: no image named 'i'")
 
-    assert reason_of(AgentBench(agent)) == (FailReason.SETUP_FAILED, "task t: there is no image 'i'")
+    assert reason_of(AgentBench(agent)) == (FailReason.SETUP_FAILED, "task t: no image named 'i'")

@@ -114,7 +114,7 @@ async def test_no_engine_confirms_versions_and_samples_nothing(tmp_path: Path) -
     manifest = await engine.load(ref)
     assert engine.version == 3 and await engine.score((1, 2)) == ()
     assert manifest.checksum == disk.read_manifest(ref).checksum
-    with pytest.raises(EngineError, match="in validation only"):
+    with pytest.raises(EngineError, match="only in validation"):
         await engine.generate(Request("s", (1,), Sampling(1, ())))
 
 
@@ -122,7 +122,7 @@ def test_conversations_are_written_before_the_start(tmp_path: Path) -> None:
     parts = parts_of(saved("qwen2.5", tmp_path))
     good = talked(*TALK)
     check_demonstrations(parts, "data.test", [good, Sample(0, "asked", TALK, "null"), good])
-    with pytest.raises(ConfigError, match=r"data\.test, sample 2: message 2: the assistant speaks without"):
+    with pytest.raises(ConfigError, match=r"data\.test, sample 2: message 2: an assistant message must"):
         check_demonstrations(parts, "data.test", [good, good, talked(USER, WELL, WELL, row=2)])
 
 

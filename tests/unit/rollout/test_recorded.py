@@ -40,7 +40,7 @@ def test_the_turns_of_an_episode_are_read_with_their_replies_as_far_as_they_are_
         longer = msgspec.structs.replace(complete, turns=2)
         assert stored_turns(reader, longer) == (
             [turn],
-            "its turns are not kept any more: set a larger store.keep_bytes",
+            "its turns are no longer stored: set a larger store.keep_bytes",
         )
         assert (
             stored_turns(reader, dropped)[0] == [] and "store.keep_bytes" in stored_turns(reader, dropped)[1]
@@ -61,7 +61,7 @@ def test_turns_that_cannot_be_read_are_missing_with_the_reason(tmp_path: Path, d
             path.unlink()
     with closing(RunReader.open(run_dir)) as reader:
         turns, why = stored_turns(reader, reader.episode("0.0"))
-    assert turns == [] and ("a turn that cannot be decoded" if damage == "a frame" else "segment") in why
+    assert turns == [] and ("a turn cannot be decoded" if damage == "a frame" else "segment") in why
 
 
 def test_the_trained_turns_of_an_evaluation_are_read_behind_a_side_request(tmp_path: Path) -> None:

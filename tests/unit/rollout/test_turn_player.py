@@ -281,8 +281,8 @@ USER = Message("user", "so?")
 @pytest.mark.parametrize(
     ("answer", "cut", "complaint"),
     [
-        (Observation((USER,), float("nan"), True), 0.0, "step .* no finite number"),
-        (Observation((USER,), float("inf")), 0.0, "step .* no finite number"),
+        (Observation((USER,), float("nan"), True), 0.0, "step .* not a finite number"),
+        (Observation((USER,), float("inf")), 0.0, "step .* not a finite number"),
         (Observation((USER,), None), 0.0, "step .* TypeError"),  # type: ignore[arg-type]
         (Observation(("so?",)), 0.0, "step .* must be Messages, not str"),  # type: ignore[arg-type]
         (Observation((Message("user", b"so?"),)), 0.0, "step .* content .* must be text, not bytes"),  # type: ignore[arg-type]
@@ -291,9 +291,9 @@ USER = Message("user", "so?")
         (Observation((Message("tool", "so?", name="n" * 257),)), 0.0, "step .* name .* at most 256"),
         (Observation((Message("tool", "so?", tool_call_id="n" * 257),)), 0.0, "tool_call_id .* at most 256"),
         (Observation((USER,) * 65), 0.0, "step .* at most 64 messages"),
-        (("so?", 1.0, False), 0.0, "step .* an Observation is expected, not tuple"),
-        (Observation((USER,)), float("nan"), "cut_short .* no finite number"),
-        (Observation((USER,)), "much", "cut_short .* no number"),
+        (("so?", 1.0, False), 0.0, "step .* expected an Observation, not tuple"),
+        (Observation((USER,)), float("nan"), "cut_short .* not a finite number"),
+        (Observation((USER,)), "much", "cut_short .* not a number"),
     ],
 )
 def test_what_an_environment_says_is_checked(answer: Any, cut: Any, complaint: str) -> None:

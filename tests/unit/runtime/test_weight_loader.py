@@ -67,10 +67,15 @@ def overwrite(file: Path) -> None:
     [
         (None, no_descriptors, None, True),
         (None, nullcontext, MemoryError(), True),
-        (None, nullcontext, EngineError("the engine broke"), True),
+        (None, nullcontext, EngineError("the engine failed"), True),
         (None, nullcontext, caused(WeightsError("server x: failed"), EngineError("HTTP 500")), True),
         (None, nullcontext, TimeoutError(), True),
-        (None, nullcontext, caused(WeightsError("no sender there"), ConnectionRefusedError()), False),
+        (
+            None,
+            nullcontext,
+            caused(WeightsError("the sender cannot be reached"), ConnectionRefusedError()),
+            False,
+        ),
         (None, nullcontext, WeightsError("tensor w does not match its manifest entry"), False),
         (overwrite, nullcontext, None, False),
         (Path.unlink, nullcontext, None, False),

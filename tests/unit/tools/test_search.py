@@ -242,10 +242,10 @@ def test_an_index_that_could_not_be_finished_leaves_nothing(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("missing.jsonl", None, "there is no corpus"),
-        ("corpus.txt", "a,b", "no data file by its name"),
+        ("missing.jsonl", None, "no such corpus"),
+        ("corpus.txt", "a,b", "unknown data format"),
         ("broken.jsonl", '{"text": "a"}\n{oops\n', "line 2"),
-        ("list.jsonl", "[1]\n", "an object is expected, not list"),
+        ("list.jsonl", "[1]\n", "expected an object, not list"),
         (
             "halves.jsonl",
             '{"text": "a"}\n{"text": "\\ud800"}\n',

@@ -169,7 +169,7 @@ def test_a_plain_function_with_annotations_is_a_tool(file: Path) -> None:
         load_tools([f"{file}:unnamed"])
     with pytest.raises(ConfigError, match="takes no arguments; remove size"):
         load_tools([f"{file}:Warehouse"], {f"{file}:Warehouse": {"size": 3}})
-    with pytest.raises(ConfigError, match="both give a tool 'find'"):
+    with pytest.raises(ConfigError, match="both define a tool 'find'"):
         load_tools([f"{file}:Warehouse", f"{file}:Slow"])
 
 
@@ -291,12 +291,12 @@ class DecoratedMethod(Base):
     ("subject", "complaint"),
     [
         (Empty, "class Empty has neither a method `call` nor a public method"),
-        (Needy, r"class Needy: the constructor is called without arguments \(missing .*'size'\)"),
+        (Needy, r"class Needy: the constructor must work without arguments \(missing .*'size'\)"),
         (RewardMethod, "class RewardMethod: `reward` is a method"),
         (TwoOpenings, "class TwoOpenings has `open` and `reset`"),
         (Positional, "class Positional: parameter 'stock' of `reset` cannot be passed by name"),
-        (Cached, "class Cached: 'look' is a _lru_cache_wrapper, no method that can be a tool"),
-        (Partial, "class Partial: 'add_one' is a partialmethod, no method that can be a tool"),
+        (Cached, "class Cached: 'look' is a _lru_cache_wrapper, not a method that can be a tool"),
+        (Partial, "class Partial: 'add_one' is a partialmethod, not a method that can be a tool"),
         (Untyped, "tool 'find': parameter 'item' needs a type annotation"),
         (DecoratedMethod, "class DecoratedMethod: 'third' has @tool; decorate the class"),
     ],
@@ -307,7 +307,7 @@ def test_classes_that_cannot_be_tools_are_refused(subject: type, complaint: str)
 
 
 def test_a_name_is_for_one_tool() -> None:
-    with pytest.raises(ConfigError, match="class Derived gives a tool for each public method; rename"):
+    with pytest.raises(ConfigError, match="class Derived defines a tool for each public method; rename"):
         tool(name="notes")(Derived)
 
 
@@ -395,7 +395,7 @@ class Hanging(Resettable):
             OfColumns,
             r"reset \(test_tool_classes.py:\d+\) needs 'stock'; the columns are data_source, ground_t",
         ),
-        (OfNumber, "reset returned a int; a text for the prompt or None"),
+        (OfNumber, "reset returned a int; expected a text for the prompt, or None"),
         (Raising, r"KeyError: 'stock' \(test_tool_classes.py:\d+\)"),
         (tool(timeout=0.01)(Hanging), "'find' could not be opened: .*0.01 s"),
     ],
@@ -557,7 +557,7 @@ async def test_a_class_with_call_is_opened_and_has_a_result_as_ever() -> None:
 
 @pytest.mark.parametrize(
     ("subject", "complaint"),
-    [(Texted, "Texted.reward: .*'much', which is no number"), (Failing, "Failing.rew.*Zero")],
+    [(Texted, "Texted.reward: .*'much', which is not a number"), (Failing, "Failing.rew.*Zero")],
 )
 async def test_a_reward_that_is_no_number_fails_the_episode(subject: type, complaint: str) -> None:
     with pytest.raises(ToolError, match=complaint):

@@ -365,7 +365,7 @@ def test_what_is_shared_is_opened_with_all_arguments(first: Any, second: Any) ->
 
 def test_arguments_that_contradict_each_other_are_refused() -> None:
     requesting_sample = sample(tools_kwargs={"first": {"title": "a"}, "second": {"title": "b"}})
-    with pytest.raises(ToolError, match="'title' of first, second, which share it, different values"):
+    with pytest.raises(ToolError, match="'title' to different values for first, second, which share it"):
         play([*SHARED.values()], requesting_sample)
     assert not play([SHARED["first"]], requesting_sample, call("first", text=""))[0].error
 
@@ -455,7 +455,7 @@ def test_samples_reach_the_factory_of_a_tool() -> None:
         call("calculator", a=1, op="plus", b=2),
     )[0]
     assert reply.content == "3" and reply.seconds >= 0.02
-    with pytest.raises(ToolError, match=r"'calculator' refuses its tools_kwargs .*must not be negative"):
+    with pytest.raises(ToolError, match=r"'calculator' rejects its tools_kwargs .*must not be negative"):
         play([slow], sample(tools_kwargs={"calculator": {"latency_mean": -1}}))
 
 
@@ -516,5 +516,5 @@ def test_two_tools_do_not_leave_the_same() -> None:
         await session.open()
         await session.result()
 
-    with pytest.raises(ToolError, match="two tools leave 'calls' as their result; use one"):
+    with pytest.raises(ToolError, match="two tools return 'calls' as their result; use one"):
         asyncio.run(play())

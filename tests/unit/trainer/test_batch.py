@@ -97,7 +97,7 @@ def test_a_scorer_that_names_no_token_is_refused() -> None:
         return with_generation(TURNS[0], scores=scores)
 
     joined([scored_turn(2**31 - 1)])  # beyond the policy's vocabulary: the trainer's to judge
-    with pytest.raises(ProtocolError, match="turn 0: scores of -1, which is no token"):
+    with pytest.raises(ProtocolError, match="turn 0: scores of -1, not a token"):
         joined([scored_turn(-1)])
 
 

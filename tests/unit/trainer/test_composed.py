@@ -464,7 +464,7 @@ def test_groups_are_drawn_anew_in_every_epoch_and_evenly() -> None:
 
 
 def test_what_a_skipped_step_left_does_not_reach_the_next_batch(made: Made, episodes: list[Episode]) -> None:
-    """All tokens are masked by the correction, but the entropy has a gradient of its own."""
+    """All tokens are masked by the correction, but the entropy has a gradient with its own."""
     learner = made(algorithm={"entropy_coef": 0.1})
     far = [
         (row, [with_generation(t, logprobs=(-30.0,) * len(t.generation.ids)) for t in turns])

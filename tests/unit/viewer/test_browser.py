@@ -12,6 +12,17 @@ from tests.fakes.planted import MARKUP, ended, save_run
 
 pytestmark = needs_chromium
 
+WIDTHS = (390, 800, 1440)  # pixels: a phone, half of a screen, a laptop
+# What is wider than the window, or than the card around it; parts that scroll are left out.
+BOXES = ".card, figure, .alert, .facets, #reader"
+TOO_WIDE = f"""[document.scrollingElement, ...document.querySelectorAll({BOXES!r})]
+    .filter(box => box === document.scrollingElement || getComputedStyle(box).overflowX === "visible"
+        || box.matches(".facets"))
+    .filter(box => box.scrollWidth > box.clientWidth + 1)
+    .map(box => `${{innerWidth}}: ${{box.id || box.className}} has ${{box.scrollWidth}} px`)"""
+CUT_FACETS = """[...document.querySelectorAll(".facets")]
+    .filter(box => box.scrollHeight > box.clientHeight + 1).map(box => `${innerWidth}: facets are cut`)"""
+
 ROWS = 'document.querySelectorAll("#list tbody tr").length'
 
 LANE = """(place => [place.left, place.width, place.top])(
@@ -63,6 +74,18 @@ async def coloured(tab: Tab, scheme: str, url: str) -> None:
     await tab.call("Page.navigate", url=url)
 
 
+async def too_wide(tab: Tab) -> list[str]:
+    """Return what does not fit into windows of WIDTHS on the page as shown; the window is given back."""
+    wide_parts: list[str] = []
+    for width in WIDTHS:
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        await tab.call("Emulation.setDeviceMetricsOverride", **size)
+        await tab.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        wide_parts += await tab.run(f"[...{TOO_WIDE}, ...{CUT_FACETS}]")
+    await tab.call("Emulation.clearDeviceMetricsOverride")
+    return wide_parts
+
+
 async def zoomed_in(tab: Tab) -> None:
     """The steps of two seconds are shown one by one; a stretch that is dragged over is summed, a span that is
     clicked at says what it is, and keys lead to the next one and back to the whole run."""
@@ -111,7 +134,7 @@ async def looked_at(tab: Tab) -> None:
     assert "No reward is known in 12 steps" in overview_text and "data.trainx" in overview_text
     assert await tab.run('document.querySelector("[data-alert]").dataset.alert') == "skipped optimizer steps"
     assert "trainer.lr, now 1e-06" in overview_text
-    assert await pale(tab) == []
+    assert await pale(tab) == [] and await too_wide(tab) == []
     await tab.press("3")
     await tab.until('document.querySelectorAll("#charts canvas").length >= 2')
     keys = await tab.run("document.querySelector(\"[data-title='Tokens per second']\").textContent")
@@ -119,7 +142,7 @@ async def looked_at(tab: Tab) -> None:
     await tab.until(
         'document.querySelector(".happening").getAttribute("aria-label").includes("skipped optimizer")'
     )
-    assert await pale(tab) == []
+    assert await pale(tab) == [] and await too_wide(tab) == []
     await tab.press("2")
     await tab.until(f"{ROWS} === 8")
     await tab.run("""document.querySelector('[data-facet="state"][data-value="trained"]').click()""")
@@ -132,17 +155,17 @@ async def looked_at(tab: Tab) -> None:
     await tab.until('document.querySelectorAll(".model [data-at]").length === 10')
     assert MARKUP in await tab.run('document.querySelector("article").textContent')
     await tab.run('document.querySelectorAll("details").forEach(one => (one.open = true))')
-    assert await pale(tab) == []
+    assert await pale(tab) == [] and await too_wide(tab) == []
     await tab.press("g")
     await tab.until('document.querySelectorAll("article").length === 2')
     await tab.press("/")
     assert await tab.run('document.activeElement.id === "search"')
     await tab.run("document.activeElement.blur()")
-    assert await pale(tab) == []
+    assert await pale(tab) == [] and await too_wide(tab) == []
     await tab.press("5")
     await tab.until('document.querySelector("#compare .card")')
-    assert await pale(tab) == []
+    assert await pale(tab) == [] and await too_wide(tab) == []
     await tab.press("4")
     await tab.until('document.querySelector("#time-panel table")')
-    assert await pale(tab) == []
+    assert await pale(tab) == [] and await too_wide(tab) == []
     assert await tab.run('document.querySelectorAll("img").length') == 0, "a text was read as HTML"
