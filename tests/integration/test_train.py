@@ -120,7 +120,7 @@ def regraded(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], train
         for row in rows:
             assert (row["score"], row["advantage"]) == (row["score_new"], row["advantage_new"]) or not same
             assert same or row["score_new"] >= 2
-    assert "groups that teach, of" in capsys.readouterr().out
+    assert "groups with a signal, of" in capsys.readouterr().out
     assert cli.main(["regrade", str(run.path), "--reward", "none", "--steps", "7..9"]) == 2
 
 

@@ -148,5 +148,5 @@ def test_what_cannot_be_read_is_said_in_the_page(tmp_path: Path) -> None:
     (run_dir / "summary.json").write_text("{")
     with pytest.raises(ConfigError, match=r"summary\.json: cannot be read"):
         main([str(run_dir), "--html", page])
-    with pytest.raises(ConfigError, match=r"a\.md: give a name that ends with \.html"):
+    with pytest.raises(ConfigError, match=r"a\.md: use a file name that ends with \.html"):
         main([str(run_dir), "--html", str(tmp_path / "a.md")])
