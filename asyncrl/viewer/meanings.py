@@ -41,7 +41,7 @@ SPANS: dict[str, tuple[int, str | None]] = {
     "room on": (PROCESS, None),
     "the devices, which the trainer": (PROCESS, "wait for its shift"),
     "rollout-# is silent": (PROCESS, "a worker is silent"),
-    "waiting for rollout-# to start": (PROCESS, "a worker is starting"),
+    "rollout-# is starting": (PROCESS, "a worker is starting"),
     "its server to become": (PROCESS, "its server is not ready"),
     "commit": (OTHER, "commit"),
     "checkpoint": (OTHER, "checkpoint"),

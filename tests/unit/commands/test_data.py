@@ -164,6 +164,6 @@ def test_what_cannot_be_prepared_is_said_on_one_line(
     assert "the split 'train' cannot be loaded" in gone and "with --source" in gone
     assert "'nope' is not a task of reasoning-gym" in refused(capsys, "reasoning_gym:nope", *out)
     options = ("--config", '{"gcd": {"x": 1}}')
-    assert "--config: gcd refuses {'x': 1}" in refused(capsys, "reasoning_gym:gcd", *options, *out)
+    assert "--config: gcd rejects {'x': 1}" in refused(capsys, "reasoning_gym:gcd", *options, *out)
     assert "a JSON object" in refused(capsys, "reasoning_gym:gcd", "--config", "{", *out)
     assert not (tmp_path / "train.parquet").exists()

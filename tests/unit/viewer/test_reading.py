@@ -153,7 +153,7 @@ async def read(tab: Tab) -> None:
         "logprobs": "-2.5: 8%",
         "ratios": "no π/μ",
         "masked": "too old",
-        "advantages": "did better than its group",
+        "advantages": "better the episode did than its group",
     }.items():
         await click(tab, f"#colour-{colour}")
         await tab.until(f'document.querySelector(".colours").textContent.includes("{legend}")')
