@@ -240,7 +240,7 @@ def _print_comparison(rows: Sequence[Row], problems: Sequence[str]) -> None:
         print(f"{f'groups with a signal, of {len(groups)}':32} {counts_text}")
     if advantages:
         sizes_text = " ".join(f"{fmean(abs(pair[index]) for pair in advantages):>12.4f}" for index in (0, 1))
-        print(f"{'advantage before scaling, mean |A|':32} {sizes_text}")
+        print(f"{'mean |advantage| before scaling':32} {sizes_text}")
     print(f"correlation of scores {_correlation(scores)}, of advantages {_correlation(advantages)}")
     if problems:
         print(printable(f"{len(problems)} episodes could not be scored; the last: {problems[-1]}"))

@@ -228,7 +228,7 @@ def test_checkpoints_that_are_gone_are_said_before_the_start(tmp_path: Path) -> 
         run.play()
     run.checkpoint(keep=2)
     run.forget()
-    with pytest.raises(ConfigError, match="up to step 6, are gone; put them back"):
+    with pytest.raises(ConfigError, match="up to step 6, are missing; restore them"):
         list(check_checkpoint_directory(Inputs(config)))
     checkpoint_directory = tmp_path / "t" / "checkpoints" / "step-3"
     checkpoint_directory.mkdir(parents=True)

@@ -122,7 +122,7 @@ def test_numbers_that_are_not_finite_are_named(world: World, copied: Path, numbe
         lambda: load_policy(ModelConfig(path=str(copied), dtype="float32"), world),
         lambda: build(str(copied), "float32", slots=1, max_len=8),
     ):
-        with pytest.raises(ConfigError, match=rf"model.path.*: {name} holds NaN or infinity"):
+        with pytest.raises(ConfigError, match=rf"model.path.*: {name} contains NaN or infinity"):
             read()
 
 
