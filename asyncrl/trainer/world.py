@@ -395,12 +395,12 @@ class _Meeting:
         deadline = time.monotonic() + self._meet_limit
         while missing_ranks := self._missing_ranks():
             missing_names = ", ".join(map(str, missing_ranks))
-            wait_name = f"{missing_names} to join the {self._size} trainer ranks"
+            wait_name = f"trainer ranks {missing_names} of {self._size} to join"
             yield wait_name
 
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"waited {self._meet_limit:g} s at {self._rendezvous}: {wait_name}; see "
+                    f"waited {self._meet_limit:g} s at {self._rendezvous} for {wait_name}; see "
                     f"logs/trainer-{missing_ranks[0]}.log"
                 )
 

@@ -115,7 +115,7 @@ def test_rank_0_alone_is_given_a_plan_and_each_rank_its_payloads(
 def test_ranks_that_have_yet_to_meet_are_named_until_their_hello(setup: TrainerSetup) -> None:
     handler = setup.handler
     lease = setup.state.config.launch.lease
-    waits = TrainerHeartbeat(1, 0.0, 0.0, "0 to join the 2 trainer ranks")
+    waits = TrainerHeartbeat(1, 0.0, 0.0, "trainer ranks 0 of 2 to join")
     setup.hello("2")
     handler.note_heartbeat(b"trainer/1/1", waits, 0.0)
     assert handler.starting_waits(0.0) == [], "of ranks that were replaced"

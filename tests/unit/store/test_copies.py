@@ -153,7 +153,7 @@ def test_a_damaged_database_is_found_before_the_start_and_made_anew(
         assert main(restoring) == 2 and "another run with this name" in capsys.readouterr().err
     assert main(restoring) == 0
     output = capsys.readouterr().out
-    assert "3 steps and" in output and f"{at_copy.issued // 2} groups; what was there" in output, output
+    assert "3 steps and" in output and f"{at_copy.issued // 2} groups; the damaged files" in output, output
     assert len(list(run_dir.glob("damaged-*/run.db"))) == 1
     again = Coordinator(run_dir, 1 << 30, Random(0))
     assert again.buffer.account() == at_copy and again.store.epoch == epoch + EPOCH_MARGIN + 1

@@ -110,8 +110,8 @@ def test_a_wait_for_other_ranks_has_a_name_and_a_limit(tmp_path: Path, kind: str
         waits = ranks._Meeting(rank, 3, rendezvous, limit=0.1).waits()
         # A rank that cannot reach rank 0's store knows of no other.
         missing = "0" if kind == "tcp" and rank else {0: "1, 2", 1: "0, 2"}[rank]
-        assert next(waits) == f"{missing} to join the 3 trainer ranks"
-        late = rf"^waited 0.1 s at .*{missing}; logs/trainer-{missing[0]}.log"
+        assert next(waits) == f"trainer ranks {missing} of 3 to join"
+        late = rf"^waited 0.1 s at .*{missing} of 3 to join; see logs/trainer-{missing[0]}.log"
         with pytest.raises(DeadlineError, match=late):
             for _ in waits:
                 pass

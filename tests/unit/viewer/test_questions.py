@@ -49,7 +49,7 @@ QUESTIONS = (
         "what do the episodes have in common that earn nothing?",
         [planted.broken_tool],
         ["Episodes", "search 24"],
-        ["24 episodes", "score 0 24 tool that failed search 24", "connection refused"],
+        ["24 episodes", "score 0 24 first failed tool search 24", "connection refused"],
     ),
     Question(
         "what limits this run?",
