@@ -89,7 +89,9 @@ class Console:
         if VALIDATED in metrics:
             self.state.validation = metrics
             reason = (
-                "without a reward" if HIGHEST in metrics else "no result, as it was not done by its deadline"
+                "without a reward"
+                if HIGHEST in metrics
+                else "no result, because it did not finish before its deadline"
             )
             self._print_plain(f"validation at step {step}: {', '.join(figures(HELD_OUT, metrics)) or reason}")
             return
