@@ -2,7 +2,7 @@
 
     python tools/scale.py                                # the tables of docs/guides/scale_capacity.md
     python tools/scale.py --gpus 128 --turns 30 --sampled 1000 --context 2000
-    python tools/scale.py --gpus 512 --models 8B --whole # simulate 512 GPUs whole, to check the cells
+    python tools/scale.py --gpus 128 --models 8B --whole # simulate 128 GPUs whole, to check the cells
     python tools/scale.py --heartbeat                    # measure LISTED_SERVER_S
 
 The rates of GPUs and networks are assumptions, which the options change. The coordinator's costs are
