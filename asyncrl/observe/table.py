@@ -62,8 +62,10 @@ DIAGNOSTICS = (  # printed by `asyncrl runs show --all`
     SummaryNumber("probe_tokens_compared", "weights/probe_tokens", ",d"),
     SummaryNumber("probe_noise_floor", "weights/probe_noise_floor", ".1e"),
 )
-ROUNDING_NOTE = " (bfloat16 rounding: 0.1 to 0.6 is normal, several times `by rounding alone` is not; see "
+ROUNDING_NOTE = (
+    " (bfloat16 rounding: 0.1 to 0.6 is normal, several times `by rounding alone` is not; see "
     "docs/guides/gpus.md)"
+)
 ASYNCHRONY_TEXTS = {  # the numbers of docs/dev/promises.md
     "lag_max": "lag ≤ {:.0f}",
     "trajectories_multi_version": "{:.0%} of episodes span several versions",
