@@ -143,7 +143,7 @@ def test_a_run_of_another_version_is_refused_with_its_file(run_dir: Path) -> Non
         ),
         (
             [MODEL, "--config-path=/x", "--config-name", "y"],
-            r"--config-path: --config-dir DIR .*\n  --config-name",
+            r"--config-path: use --config-dir DIR .*\n  --config-name",
         ),
         ([MODEL, "--model.path", "x"], r"--model.path: write model.path="),
     ],
