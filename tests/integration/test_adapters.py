@@ -212,7 +212,7 @@ def test_gymnasium_options(options: Options, complaint: str) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"id": "FrozenLake-v1", "actions": "a, b"}, "4 actions, and 2 names"),
+        ({"id": "FrozenLake-v1", "actions": "a, b"}, "4 actions, but 2 names"),
         ({"id": "CartPole-v1", "arguments": '{"none": 1}'}, "none"),
         ({"id": "Pendulum-v1"}, "Box cannot be read from text"),
     ],

@@ -572,7 +572,7 @@ async def test_without_named_tests_the_scripts_own_verdict_counts(bench: Bench) 
     ("script", "options", "why"),
     [
         full("sleep 60 > /dev/null &\nsleep 60", {"seconds": 0.4}, "did not end within 0.4 s"),
-        full("dd if=/dev/zero of=big bs=1M count=80; sleep 60", {}, "took more than 64 MiB"),
+        full("dd if=/dev/zero of=big bs=1M count=80; sleep 60", {}, "used more than 64 MiB"),
         ("exit 0", {}, "no verdict"),
     ],
 )
@@ -619,7 +619,7 @@ async def test_tests_that_end_as_the_machine_has_no_memory_are_no_fault_of_the_a
 @pytest.mark.parametrize(
     ("test", "options", "why"),
     [
-        ("echo no python", {}, "no verdict: .*; the tests said: no python"),
+        ("echo no python", {}, "no verdict: .*; the tests wrote: no python"),
         full("sleep 60", {"seconds": 0.3}, "did not end within"),
     ],
 )

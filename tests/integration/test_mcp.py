@@ -545,11 +545,11 @@ def test_headers_reach_the_server_and_a_refusal_is_named(
         ({"command": "sleep 100", "start_timeout": 0.3}, "no handshake within 0.3 s"),
         ({"command": "", "url": "http://127.0.0.1:1/mcp"}, "ConnectError"),
         ({"comand": "x"}, "unknown option 'comand'"),
-        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY holds no key"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY does not contain a key"),
         ({"headers": "X-Key: $NO_SUCH_KEY"}, "NO_SUCH_KEY is not a valid header value; set it"),
         ({"headers": "Authorization: Bearer abc"}, "Authorization is a secret; use a variable"),
         ({"headers": "X Key: a"}, "'X Key' is not a header; write Name: value"),
-        ({"headers": "sesame"}, "'sesame' is no header"),
+        ({"headers": "sesame"}, "'sesame' is not a header"),
     ],
 )
 def test_what_is_refused_before_the_run(options: dict[str, Any], complaint: str) -> None:

@@ -87,7 +87,7 @@ def test_an_entry_survives_json(value: object) -> None:
 
 
 def test_what_has_no_json_is_refused() -> None:
-    with pytest.raises(ValueError, match="set has no JSON"):
+    with pytest.raises(ValueError, match="set cannot be written as JSON"):
         pack_entry({"a": {1}})
 
 

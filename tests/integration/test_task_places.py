@@ -96,7 +96,7 @@ SLEEPS = "time.sleep(600)\n"
 ENDS = {
     "it is killed": ("os.system('kill -9 $PPID')", "python ended with code -9"),
     "it fails": ("raise SystemExit('no')", "python ended with code 1: no"),
-    "it takes too much memory": ("kept = b'x' * (300 << 20)\ntime.sleep(600)", "took more than 200 MiB"),
+    "it takes too much memory": ("kept = b'x' * (300 << 20)\ntime.sleep(600)", "used more than 200 MiB"),
 }
 
 
@@ -112,7 +112,7 @@ async def test_a_program_whose_time_is_up_leaves_what_it_changed(tmp_path: Path,
         async with gateway.admit_episode(FakeHost()) as endpoint:
             if of == "episode":
                 endpoint = msgspec.structs.replace(endpoint, seconds=4.0)
-            with pytest.raises(TimeUp, match=r"python was ended after .* when its time was up") as caught:
+            with pytest.raises(TimeUp, match=r"python was stopped after .* when its time was up") as caught:
                 await agent(sample_of(given), endpoint)
     finally:
         await gateway.close()
@@ -201,7 +201,7 @@ async def test_what_cannot_be_in_an_image_is_a_failed_setup(
 
 async def test_an_image_that_is_gone_is_a_failed_setup(task: Task) -> None:
     gone = msgspec.structs.replace(task, image="gone")
-    with pytest.raises(SetupError, match="task fizz: no such image 'gone'"):
+    with pytest.raises(SetupError, match="task fizz: no image named 'gone'"):
         await Command(line="true", sandbox="jail")(sample_of(gone), ENDPOINT)
 
 
@@ -230,13 +230,13 @@ async def test_a_sandbox_that_cannot_be_opened_for_a_tool_is_a_failed_setup(task
     session = Toolbox(load_tools(["shell"], {})).session(
         sample_of(msgspec.structs.replace(task, image="gone"))
     )
-    with pytest.raises(SetupError, match="task fizz: no such image 'gone'"):
+    with pytest.raises(SetupError, match="task fizz: no image named 'gone'"):
         await session.open()
     await session.close()
 
 
 def test_an_unknown_image_of_a_tool_is_said_before_the_start() -> None:
-    with pytest.raises(ConfigError, match="tool 'shell': no such image 'gone'"):
+    with pytest.raises(ConfigError, match="tool 'shell': no image named 'gone'"):
         load_tools(["shell"], {"shell": {"image": "gone"}})
 
 

@@ -219,7 +219,7 @@ def test_a_toolset_with_the_state_of_its_task_is_refused() -> None:
     class Counter(vf.Toolset[vf.ToolsetConfig, Counted]):
         pass
 
-    with pytest.raises(Unsupported, match="Counter shares state with its task; verifiers can lead"):
+    with pytest.raises(Unsupported, match="Counter shares state with its task; verifiers can run"):
         asyncio.run(TaskTools().add_toolset(Counter(vf.ToolsetConfig()), None))  # type: ignore[arg-type]
 
 

@@ -102,7 +102,7 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
         ({"scorers__reference__path": "m", "rollout__temperature": 0.7}, r"temperature \(0\.7\): servers"),
         (
             {"rollout__reward": {"reward_model": {"url": "scorer:reward"}}},
-            r"asks scorer:reward, which is not",
+            r"uses scorer:reward, which scorers does not define",
         ),
         ({"scorers__reference__path": "m", "kl__reference": "n"}, r"alternatives"),
         ({"scorers": {"teacher": {"path": "m"}, "reference": {"path": "n"}}}, r"alternatives"),

@@ -167,12 +167,18 @@ def test_dr_grpo_counts_the_members_that_were_issued() -> None:
 
 def test_components_that_are_not_reported_are_named() -> None:
     none = [EpisodeResult(1.0), EpisodeResult(0.0)]
-    with pytest.raises(ConfigError, match=r"components \(any\), an episode has none; the reward function"):
+    with pytest.raises(
+        ConfigError, match=r"components \(any\), but an episode has none; the reward function"
+    ):
         of("gdpo", none[0], none)
-    with pytest.raises(ConfigError, match="needs reward components brief, tone, an episode has brief, right"):
+    with pytest.raises(
+        ConfigError, match="needs the reward components brief, tone, but an episode has brief, right"
+    ):
         of("gdpo", PARTED[0], PARTED, weights="brief:1,tone:1")
     torn = [*PARTED, EpisodeResult(0.0, components={"right": 1.0})]
-    with pytest.raises(ConfigError, match="needs reward components brief, right, an episode has right"):
+    with pytest.raises(
+        ConfigError, match="needs the reward components brief, right, but an episode has right"
+    ):
         of("gdpo", PARTED[0], torn)
 
 

@@ -101,7 +101,7 @@ def test_a_hook_orders_the_samples_of_an_epoch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("first_only", "gives 5 numbers, not the 5 drawn ones in another order"),
+        ("first_only", "returns 5 numbers, not the 5 drawn ones in another order"),
         ("breaks", r"of epoch 0 failed: TypeError: .* \(hook.py:13\)"),
         ("short", r"short \(hook.py:15\) takes other arguments .*write def order\(samples, drawn, epoch\)"),
     ],

@@ -112,7 +112,7 @@ NO_TEXT = b"\xff\xfe"
         ({"reward_model": {"ground_truth": NO_TEXT}}, "ground_truth cannot .*binary data that are not UTF-8"),
         ({"reward_model": {"ground_truth": [NO_TEXT]}}, "sample 0: column ground_truth .*binary data"),
         ({"extra_info": {"image": NO_TEXT}}, "extra_info .*binary data that are not UTF-8 text; write"),
-        ({"data_source": NO_TEXT}, "sample 0: column data_source holds binary data"),
+        ({"data_source": NO_TEXT}, "sample 0: column data_source contains binary data"),
         ({"prompt": NO_TEXT}, "column prompt must be text, .* not bytes"),
         ({"prompt": [{"role": "user", "content": NO_TEXT}]}, "column prompt must hold messages"),
     ],
@@ -160,18 +160,18 @@ def test_messages_of_different_shapes(tmp_path: Path) -> None:
     [
         (
             {"prompt": None},
-            "no column prompt; found: .*ability.*; say .*{prompt: NAME, ground_truth: NAME}",
+            "no column prompt; found: .*ability.*; map .*{prompt: NAME, ground_truth: NAME}",
         ),
         ({"prompt": []}, "sample 0: column prompt must be"),
         (
             {"prompt": [{"content": "no role"}]},
             "0: column prompt has a message with the keys content; a message needs role",
         ),
-        ({"prompt": [{"role": "human", "content": "?"}]}, "the role 'human'; roles are system, .*tool"),
+        ({"prompt": [{"role": "human", "content": "?"}]}, "the role 'human'; the roles are system, .*tool"),
         ({"prompt": [{"role": "user", "content": 3}]}, "sample 0: column prompt must hold .*content"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "content of type image"),
         ({"prompt": 3}, "sample 0: column prompt must be"),
-        ({"reward_model": {"style": "rule"}}, "sample 0: no ground truth for a reward, neither"),
+        ({"reward_model": {"style": "rule"}}, "sample 0: no ground truth for a reward: neither"),
         ({"reward_model": "{"}, "sample 0: column reward_model is text, but not JSON"),
         ({"extra_info": 5}, "sample 0: column extra_info must be an object"),
     ],
@@ -249,7 +249,7 @@ def test_a_prompt_and_its_response_are_a_demonstration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
-        ({"messages": TALK[:2]}, "sample 0:  no assistant message"),
+        ({"messages": TALK[:2]}, "sample 0: no assistant message"),
         ({"prompt": "?"}, r"no column messages, and no prompt with a response; found: prompt"),
         ({"messages": [{"role": "gpt", "content": "x"}]}, "the role 'gpt'"),
         (
@@ -349,9 +349,12 @@ NESTED = json.loads("[" * 300 + "]" * 300)
         ({"ground_truth": NESTED}, "ground_truth is nested deeper than 200 levels"),
         (
             {"extra_info": {"a": "x" * MAX_SAMPLE_BYTES}},
-            r"a sample of 16,77[78],\d{3} bytes, more than the 16,777,216",
+            r"the sample has 16,77[78],\d{3} bytes, more than the 16,777,216",
         ),
-        ({"prompt": "x" * MAX_SAMPLE_BYTES}, r"a sample of 16,77[78],\d{3} bytes, more than the 16,777,216"),
+        (
+            {"prompt": "x" * MAX_SAMPLE_BYTES},
+            r"the sample has 16,77[78],\d{3} bytes, more than the 16,777,216",
+        ),
     ],
 )
 def test_rows_that_no_process_could_be_sent_are_named(

@@ -207,8 +207,8 @@ def test_whatever_a_data_set_raises_is_an_error_of_its_key(tmp_path: Path, numbe
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("rows", r"rows\('small'\) failed: IndexError: .* \(own.py:15\); it must give"),
-        ("numbers", "gives int; rows are dicts"),
+        ("rows", r"rows\('small'\) failed: IndexError: .* \(own.py:15\); it must return"),
+        ("numbers", "yields int; rows are dicts"),
         ("nothing", r"nothing \(own.py:22\) takes other arguments"),
         ("empty", "small: the data set is empty"),
         ("deep", "small, sample 1: it is nested too deeply; flatten its values"),

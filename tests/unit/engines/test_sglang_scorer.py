@@ -98,7 +98,7 @@ def test_a_scorer_has_the_policys_vocabulary(tmp_path: Path) -> None:
             check("teacher", path, theirs)
         assert "\n" not in str(caught.value)
     with pytest.raises(
-        ConfigError, match=r"another model than scorers\.teacher\.path: vocab_size 64 instead"
+        ConfigError, match=r"a different model from scorers\.teacher\.path: vocab_size 64 instead"
     ):
         check("teacher", same, other_model)
     with pytest.raises(ConfigError, match="room for 255 tokens"):

@@ -50,7 +50,7 @@ def test_the_runs_model_with_room_is_fine(config: RunConfig, caplog: pytest.LogC
 
 
 def test_too_little_room_is_refused(config: RunConfig):
-    text = r"room for 255 tokens, rollout\.max_tokens is 256: lower it"
+    text = r"room for 255 tokens, but rollout\.max_tokens is 256: lower it"
     with pytest.raises(ConfigError, match=text):
         check_engine_server(config, URL, *served(config.model.path, max_req_input_len=255))
 

@@ -247,7 +247,7 @@ async def test_a_change_between_steps_that_fails_drops_none_after_it(monkeypatch
 
     await asyncio.wait_for(engine.generate(replace(ask(prompt(4), 80, "d"), stop_check=watch)), 60)
     assert changes_made == ["after"]
-    with pytest.raises(EngineError, match="the engine broke: ZeroDivisionError"):
+    with pytest.raises(EngineError, match="the engine failed: ZeroDivisionError"):
         await engine.generate(ask(prompt(4), 8, "e"))
     await engine.close()
 
@@ -304,7 +304,7 @@ def test_built_by_name_and_the_module_still_serves_plain_calls(tmp_path: Path):
 def test_attention_to_chosen_keys_is_refused():
     sizes = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"), 8)
     model = tiny("GlmMoeDsa", **sizes, v_head_dim=8, index_head_dim=16, mlp_layer_types=["dense"] * 2)
-    with pytest.raises(ConfigError, match="engine has no indices attention"):
+    with pytest.raises(ConfigError, match="engine does not support indices attention"):
         serve(model)
 
 

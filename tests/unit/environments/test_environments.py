@@ -117,12 +117,12 @@ def test_an_environment_is_a_class_or_a_function_with_options(worlds: Path) -> N
         ),
         ("{}:Greedy", r"step \(worlds.py:\d+\) takes other arguments \(missing .* 'state'\)"),
         ("{}:Yields", r"step \(worlds.py:\d+\) yields; it must return"),
-        ("{}:Never", "its replay is 'never'; be 'reapply' or 'no'"),
+        ("{}:Never", "its replay must be 'reapply' or 'no', not 'never'"),
         ("{}:number", "is not a function; write a class, or a function that makes"),
         ("{}:missing", "has no 'missing'"),
         ("scripted", "did you mean scripted_user"),
         ({"scripted_user": {}, "gymnasium": {}}, "expected one name"),
-        ({}, "there are 0"),
+        ({}, "not 0"),
     ],
 )
 def test_what_is_wrong_is_said_with_the_key(

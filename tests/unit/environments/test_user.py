@@ -142,7 +142,10 @@ def test_a_scenario_is_a_text(user: Any) -> None:
     [
         ({"url": "http://x/v1"}, "option 'model' is missing"),
         ({"url": "x", "model": "m"}, "simulated_user: .*x"),
-        ({"url": "http://x/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY holds no key"),
+        (
+            {"url": "http://x/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"},
+            "NO_SUCH_KEY does not contain a key",
+        ),
     ],
 )
 def test_options(options: dict[str, Any], complaint: str) -> None:

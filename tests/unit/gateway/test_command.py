@@ -129,7 +129,7 @@ def test_files_in_home_are_written_before_the_program_starts(tmp_path: Path) -> 
         ({"": ""}, "is not a path of a file in HOME"),
         ({"a\0": ""}, "is not a path of a file in HOME"),
         ({"a": "\0"}, "home_files 'a' contains a NUL"),
-        ({"a": "", "a/b": ""}, "home_files 'a' cannot be a file, because 'a/b' lies below it"),
+        ({"a": "", "a/b": ""}, "home_files 'a' cannot be a file, because 'a/b' is inside it"),
         ({"a": "x" * (1 << 20), "b": "x"}, "home_files has 1048577 bytes, more than the 1048576 allowed"),
     ],
 )
@@ -255,8 +255,8 @@ def test_agents_are_named_with_options(tmp_path: Path) -> None:
             {"command": {"line": "echo 'unclosed"}},
             r"rollout\.agent\.command: line .* No closing quotation",
         ),
-        ({"command": {"line": "no-such-program --x"}}, "no such program 'no-such-program'; install it"),
-        ({"command": {"line": "./agent.sh"}}, "no such program './agent.sh'"),
+        ({"command": {"line": "no-such-program --x"}}, "no such program: 'no-such-program'; install it"),
+        ({"command": {"line": "./agent.sh"}}, "no such program: './agent.sh'"),
         ({"command": {"line": "ls", "memory_mb": 9}}, "memory_mb, .* need a sandbox; set sandbox: jail"),
         (
             {"command": {"line": "ls", "sandbox": "jail", "show": "/opt, /etc/"}},

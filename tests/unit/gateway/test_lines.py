@@ -99,7 +99,7 @@ def test_a_placeholder_in_a_prompt_stays() -> None:
         ("{prompt}", "--help", "begins with '-'"),
         ("{prompt}", "x" * (MAX_ARGUMENT_BYTES + 1), "has more than"),
         ("--task={prompt}", "é" * (MAX_ARGUMENT_BYTES // 2 + 1), "has more than"),
-        ("{prompt}", "a\0b", "has a NUL"),
+        ("{prompt}", "a\0b", "contains a NUL"),
     ],
 )
 def test_a_prompt_that_is_no_argument_is_refused(word: str, prompt: str, why: str) -> None:

@@ -254,7 +254,7 @@ def test_a_program_that_takes_too_much_memory_is_killed() -> None:
     line = "python -c 'x = bytearray(300 << 20); import time; time.sleep(60)'"
     command = Command(line=line, sandbox="jail", memory_mb=200)
     with pytest.raises(
-        CommandError, match="took more than 200 MiB with its files, and was killed; raise memory_mb"
+        CommandError, match="used more than 200 MiB with its files, and was killed; raise memory_mb"
     ):
         played_with(command)
 
@@ -305,7 +305,7 @@ def test_a_program_that_does_not_ask_in_time_is_ended() -> None:
 
 def test_a_program_whose_time_is_up_is_ended() -> None:
     """That is no failure: the episode is scored for its turns."""
-    with pytest.raises(TimeUp, match=r"python was ended after 0.2 s, when its time was up"):
+    with pytest.raises(TimeUp, match=r"python was stopped after 0.2 s, when its time was up"):
         played_with(Command(line=f"python -c '{ASK} time.sleep(600)'", seconds=0.2))
 
 

@@ -79,7 +79,7 @@ def test_import_list_and_remove(own: Path, tmp_path: Path, capsys: pytest.Captur
         assert main(["image", "remove", name]) == 0
     assert left(own) == [] and list(own.glob("sha256-*")) == []
     assert main(["image", "remove", "other"]) == 2
-    assert "no such image 'other' (there are: none)" in capsys.readouterr().err
+    assert "no image named 'other' (available: none)" in capsys.readouterr().err
 
 
 def test_an_image_over_one_has_its_settings(own: Path, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_an_image_over_one_has_its_settings(own: Path, tmp_path: Path) -> None:
     assert import_image(tree(tmp_path / "top"), "top", over="base").directory == "/work"
     most = '"over":' + json.dumps([base.digest] * MAX_IMAGES_BELOW)
     described.write_text(described.read_text().replace('"over":[]', most))
-    with pytest.raises(ConfigError, match="it lies over 8 images itself"):
+    with pytest.raises(ConfigError, match="it is itself over 8 images"):
         import_image(tree(tmp_path / "top"), over="base")
 
 
@@ -137,7 +137,7 @@ def test_odd_names_find_nothing(own: Path, tmp_path: Path) -> None:
     import_image(tree(tmp_path / "a"), "a")
     for name in ("../names/a", "sha256-../a", "a/b", "", ".lock", "a" * 200):
         for call in (find_image, remove_image):
-            with pytest.raises(ConfigError, match="no such image"):
+            with pytest.raises(ConfigError, match="no image named"):
                 call(name)
         if name:
             with pytest.raises(ConfigError, match="--name"):
@@ -187,7 +187,7 @@ def test_an_import_that_is_killed_leaves_nothing_for_long(own: Path, tmp_path: P
         assert len(running) == 1 and left(own) == running
         process.kill()
         process.wait()
-    with pytest.raises(ConfigError, match=r"no such image 'killed' \(there are: a\)"):
+    with pytest.raises(ConfigError, match=r"no image named 'killed' \(available: a\)"):
         find_image("killed")
     import_image(tree(tmp_path / "a"), "b")
     assert left(own) == []
@@ -226,7 +226,7 @@ def test_the_help_has_the_unit_and_default_of_each_bound(capsys: pytest.CaptureF
         main(["image", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "--mib N import: refused whole above N MiB of files in all layers (16384)" in shown
-    assert "--seconds N import: refused whole above N seconds of unpacking (1800)" in shown
+    assert "--seconds N import: refused whole above N seconds for unpacking (1800)" in shown
 
 
 def test_more_than_the_bound(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -488,7 +488,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "layers without names": (saved(BASE, Layers=None), "manifest.json' cannot be read (Expected `array`"),
     "a configuration of numbers": (saved(BASE, config=[1]), "'c.json' cannot be read"),
     "settings of numbers": (saved(BASE, config={"config": {"Env": [1]}}), "Expected `str`, got `int`"),
-    "a NUL in the settings": (saved(BASE, config={"config": {"Env": ["A=\0"]}}), "hold a NUL"),
+    "a NUL in the settings": (saved(BASE, config={"config": {"Env": ["A=\0"]}}), "contain a NUL"),
     "another machine": (saved(BASE, config={"architecture": "s390x"}), "is an image for s390x"),
     "no image for this machine": (layout(BASE, machines=("s390x",)), "holds 0 images for"),
     "two images": (layout(BASE, machines=("", "")), "holds 2 images for"),

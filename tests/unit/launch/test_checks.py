@@ -386,9 +386,9 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             "2 conversations have an empty .*; they were left out",
         ),
         (data(*FOUR, *WORDS), 'final_number compares numbers, and 2 of the first 6 ground .* such as "rain"'),
-        (rows(4, agent_name="tool_agent"), "4 samples ask for the agent loop 'tool_agent'"),
+        (rows(4, agent_name="tool_agent"), "4 samples request the agent loop 'tool_agent'"),
         (rows(4, agent_name="my_loop"), "rollout.agent or rollout.environment"),
-        (rows(4, reward_manager="prime"), "reward_manager 'prime', and there"),
+        (rows(4, reward_manager="prime"), "reward_manager 'prime', but asyncrl"),
         (MODEL_REWARD, "a reward model .*rollout.reward is final_number"),
         (rows(4, extra_info={"interaction_kwargs": {"name": "gsm8k"}}), "'gsm8k' .*set rollout.environment"),
         (
@@ -397,9 +397,9 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
         (
             rows(4, extro_info={}, level=3, agent_name=None),
-            r"columns extro_info \(meant extra_info\?\), level; ",
+            r"columns: extro_info \(meant extra_info\?\), level; ",
         ),
-        ([data(*4 * [{"messages": SAID, "tools": [], "uid": 1}]), SFT], "unused columns uid; "),
+        ([data(*4 * [{"messages": SAID, "tools": [], "uid": 1}]), SFT], "unused columns: uid; "),
     ],
     "error: device": [([gpus(0), {"model.device": "cuda"}], "model.device is cuda, and torch sees no GPU")],
     "error: memory": [

@@ -176,7 +176,7 @@ def test_a_limit_that_changes_which_prompts_are_left_out_is_named(given: Given) 
 def test_a_task_after_many_samples_is_checked_too(given: Given) -> None:
     lost = questions(1)[0] | {"extra_info": {"task": {"name": "lost", "image": "lost"}}}
     given.write([*questions(EXAMINED_SAMPLES + 1), lost])
-    assert "data.train: task lost: no such image 'lost'" in given.notes("data")[-1].text
+    assert "data.train: task lost: no image named 'lost'" in given.notes("data")[-1].text
 
 
 def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given: Given) -> None:
@@ -214,4 +214,4 @@ def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given:
         task_folder(given.folder / "tasks" / name, config={"FAIL_TO_PASS": ["t.py::test_a"]})
     assert {note.level for note in given.notes("data")} == {"ok"}
     (images / "names" / "bare").unlink()
-    assert "no such image 'bare'" in given.notes("data")[-1].text
+    assert "no image named 'bare'" in given.notes("data")[-1].text

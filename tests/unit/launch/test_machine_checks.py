@@ -290,7 +290,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
     ],
     "error: agent": [
-        ({"rollout.agent": {"codex": {"program": "/no/codex"}}}, "no such program '/no/codex'; install"),
+        ({"rollout.agent": {"codex": {"program": "/no/codex"}}}, "no such program: '/no/codex'; install"),
         (
             claude("echo no loader >&2; exit 1"),
             "in the sandbox: claude ended with code 1: no loader; give its path",

@@ -280,7 +280,7 @@ def test_a_role_that_hangs_is_replaced(tmp_path: Path) -> None:
         play.processes["coordinator-0"].code = 1
 
     assert "trainer-0 was killed by SIGKILL; its 0 restarts" in play.run(part).error
-    assert ("note", "nothing has moved: replacing it") in play.shown
+    assert ("note", "no sign of life: replacing it") in play.shown
     play.hub.close()
 
 

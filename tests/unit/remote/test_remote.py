@@ -203,7 +203,7 @@ async def test_no_request_waits_for_another() -> None:
 
 def test_bad_settings_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_KEY", raising=False)
-    with pytest.raises(ConfigError, match="NO_KEY holds no key"):
+    with pytest.raises(ConfigError, match="NO_KEY does not contain a key"):
         RemoteModel("http://x", "m", "NO_KEY")
     with pytest.raises(ConfigError, match="must begin with http"):
         RemoteModel("localhost:8000", "m")

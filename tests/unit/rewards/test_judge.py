@@ -90,14 +90,14 @@ def test_the_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"prompt": "{{ answr }}"}, "names 'answr'; there are: answer, "),
+        ({"prompt": "{{ answr }}"}, "unknown variable 'answr' in the prompt; known: answer, "),
         ({"prompt": "{{ answer"}, "not a Jinja template"),
         ({"prompt": "missing.txt"}, "'missing.txt' cannot be read"),
         ({"score": "("}, "is not a valid pattern"),
         ({"score": "Score"}, "has no group"),
         ({"scale": 0}, "scale"),
         ({"url": "localhost"}, "must begin with http"),
-        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY holds no key"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY does not contain a key"),
         ({"modle": "x"}, "unknown option 'modle'"),
     ],
 )

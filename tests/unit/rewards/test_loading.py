@@ -203,8 +203,8 @@ def test_the_completions_of_trl_begin_after_the_prompt(
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("trl_two", r"the reward is \[1.0, 0.0\]; a list of one number"),
-        ("trl_number", "the reward is 1.0; a list of one number"),
+        ("trl_two", r"the reward is \[1.0, 0.0\]; expected a list of one number"),
+        ("trl_number", "the reward is 1.0; expected a list of one number"),
         (
             "trl_column",
             r"trl_column \(mine.py:\d+\) needs 'answer'; the columns are hard, .*, environments; put answer",
@@ -235,8 +235,8 @@ def test_a_reward_of_trl_that_fails_says_why(file: Path, name: str, complaint: s
         ("annotated", {}, "option 'plus' is missing"),
         ("trl_required", {"size": 1}, "unknown option 'size'; options: hard, scale"),
         ("verl", {"scale": "much"}, r"\.scale: Expected `float`"),
-        ("verl", {"weight": "much"}, "weight is 'much'; a finite number"),
-        ("verl", {"weight": float("nan")}, "weight is nan"),
+        ("verl", {"weight": "much"}, "weight must be a finite number, not 'much'"),
+        ("verl", {"weight": float("nan")}, "weight must be a finite number, not nan"),
         ("verls_options", {"size": 1}, "unknown option 'size'; options: scale, name"),
         ("gone", {}, "has no 'gone'"),
     ],

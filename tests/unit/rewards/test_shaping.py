@@ -44,7 +44,7 @@ def test_shapings_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"overlong": {"buffer": -1}}, r"algorithm\.shaping\.overlong\.buffer: .*>= 0"),
         ({"overlong": {"buffer": 5, "size": 1}}, "unknown option 'size'; options: buffer, factor, limit"),
         ({"overlnog": {}}, "did you mean overlong"),
-        ({"math:pi": {}}, r"algorithm\.shaping\.math:pi is no function"),
+        ({"math:pi": {}}, r"algorithm\.shaping\.math:pi is not a function"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(named: dict[str, Any], complaint: str) -> None:

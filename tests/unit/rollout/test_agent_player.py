@@ -332,7 +332,7 @@ def test_one_number_is_the_reward_of_all_and_a_missing_agent_is_reported() -> No
     assert AgentBench(duel).finished().result.agents == ()
     reason, detail = reason_of(AgentBench(duel, reward=lambda given: {"white": 1.0, "blak": -1.0}))
     assert reason is FailReason.REWARD_ERROR
-    assert detail.startswith("the reward is a dict of white, blak, and not of 'black': give 'score', or")
+    assert detail.startswith("the reward is a dict of white, blak, without 'black': return 'score', or")
 
 
 # -- agents that fail --------------------------------------------------------------------------------
@@ -1022,6 +1022,6 @@ def test_what_changed_is_judged_however_the_agent_ended(
 
 def test_a_place_that_cannot_be_made_is_a_failed_setup() -> None:
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
-        raise SetupError("task t: no such image 'i'")
+        raise SetupError("task t: no image named 'i'")
 
-    assert reason_of(AgentBench(agent)) == (FailReason.SETUP_FAILED, "task t: no such image 'i'")
+    assert reason_of(AgentBench(agent)) == (FailReason.SETUP_FAILED, "task t: no image named 'i'")

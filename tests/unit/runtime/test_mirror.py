@@ -354,7 +354,7 @@ def test_no_answer_is_an_error_in_time(machines: Machines, monkeypatch: pytest.M
     ref = machines.publish(1)
     mirror = machines.mirror("2")
     machines.root.close()
-    with pytest.raises(Unreachable, match=r"e1-v1 does not come: .*no answer for 0\.2 s"):
+    with pytest.raises(Unreachable, match=r"e1-v1 cannot be fetched: .*no answer for 0\.2 s"):
         brought(mirror, ref)
 
 
@@ -382,7 +382,7 @@ def test_a_dead_source_is_given_up_by_name(machines: Machines, monkeypatch: pyte
         failures.add_answer(answer)
     assert not failures.give_up_reason(60.0), "a coordinator that is replaced is away for a while, too"
     assert re.fullmatch(
-        r"3 loads in a row failed.* e1-v1 does not come: .*no answer for .*", failures.give_up_reason(0.0)
+        r"3 loads in a row failed.* e1-v1 cannot be fetched: .*no answer for .*", failures.give_up_reason(0.0)
     )
 
 

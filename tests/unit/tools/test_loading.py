@@ -66,7 +66,7 @@ def test_a_factory_may_give_several_and_be_used_twice(folder: Path) -> None:
     [
         ("many", {"cuont": 3}, "unknown option 'cuont'; options: first, count"),
         ("many", {"count": "x"}, "Expected `int`"),
-        ("bad", {}, "gave int, no Tool"),
+        ("bad", {}, "returned int, not a Tool"),
         ("breaks", {}, "ZeroDivisionError"),
         ("loose", {}, r"'count' of the factory must come after a `\*`"),
         ("plain", {}, "is not a tool; decorate it"),
@@ -89,7 +89,7 @@ def test_two_tools_of_one_name_are_both_named(folder: Path) -> None:
 
 def test_folders_without_tools_and_arguments_for_folders_are_refused(folder: Path, tmp_path: Path) -> None:
     (empty := tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="has a tool"):
+    with pytest.raises(ConfigError, match="no tool in it"):
         load_tools([str(empty)])
     with pytest.raises(ConfigError, match="takes no arguments"):
         load_tools([str(folder)], {str(folder): {"a": 1}})

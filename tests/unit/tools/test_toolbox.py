@@ -96,7 +96,7 @@ def test_samples_choose_their_tools() -> None:
     notes = tool(Notes)
     reply = play([notes, echo], sample(tools=["echo"]), call("notes", line="a"))[0]
     assert reply.error == "unknown tool 'notes'; there are: echo"
-    with pytest.raises(ToolError, match="unknown names: ekko; there are: echo"):
+    with pytest.raises(ToolError, match="unknown names: ekko; known: echo"):
         play([echo], sample(tools=["ekko"]))
 
 
@@ -439,7 +439,7 @@ def test_a_data_set_is_checked_before_the_run() -> None:
     unused = "sample 1: tools_kwargs for 'calc_gsm8k_reward', which is not in rollout.tools"
     assert check_sample_tools({"echo": echo}, data[:3]) == ([], [unused])
     assert check_sample_tools({"echo": echo}, data)[0] == [
-        "sample 3: extra_info.tools has unknown names: ekko; there are: echo",
+        "sample 3: extra_info.tools has unknown names: ekko; known: echo",
         "sample 5: extra_info, tools or tools_kwargs "
         "(ValidationError: Expected `array | null`, got `str` - at `$.tools`)",
     ]
@@ -455,7 +455,7 @@ def test_samples_reach_the_factory_of_a_tool() -> None:
         call("calculator", a=1, op="plus", b=2),
     )[0]
     assert reply.content == "3" and reply.seconds >= 0.02
-    with pytest.raises(ToolError, match=r"'calculator' refuses its tools_kwargs .*must not be negative"):
+    with pytest.raises(ToolError, match=r"'calculator' rejects its tools_kwargs .*must not be negative"):
         play([slow], sample(tools_kwargs={"calculator": {"latency_mean": -1}}))
 
 
@@ -516,5 +516,5 @@ def test_two_tools_do_not_leave_the_same() -> None:
         await session.open()
         await session.result()
 
-    with pytest.raises(ToolError, match="two tools leave 'calls' as their result; use one"):
+    with pytest.raises(ToolError, match="two tools return 'calls' as their result; use one"):
         asyncio.run(play())

@@ -102,7 +102,10 @@ def test_adapters_alone_learn_and_the_export_holds_them(world: World, tmp_path: 
 @pytest.mark.parametrize(
     ("sections", "why"),
     [
-        ({"buffer": {"episodes_per_group": 4}}, r"episodes_per_group \(4\): .* 'sft' would train each"),
+        (
+            {"buffer": {"episodes_per_group": 4}},
+            r"episodes_per_group: .* 'sft' would train each conversation 4 times",
+        ),
         ({"rollout": {"temperature": 0.7}}, r"temperature \(0.7\): .* uses the likelihood at temperature 1"),
         ({"algorithm": {"shaping": {"overlong": {}}}}, r"'sft' ignores the reward; remove"),
         ({"buffer": {"filter_zero_variance": True}}, "filter_zero_variance discards groups"),
