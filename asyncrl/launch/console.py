@@ -99,6 +99,10 @@ class Console:
         self.state.record_step(step, metrics)
         self._print_plain(plain_line(self.state, with_waits=False))
 
+    def drop_steps_after(self, step: int) -> None:
+        """Drop the points of the curves beyond the step from which a run continues."""
+        self.state.drop_steps_after(step)
+
     def print_note(self, text: str) -> None:
         """Print an event that is worth a line in every mode but `off`."""
         if self.mode != "off":

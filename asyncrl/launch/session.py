@@ -180,7 +180,7 @@ class Session:
             case Status():
                 if not self._has_started and message.phase != "starting":
                     self._has_started = True
-                    self._console.state.drop_steps_after(message.step)
+                    self._console.drop_steps_after(message.step)
                 self._supervisor.run_step = message.step
                 # A stopping coordinator issues no more work.
                 if message.phase == "stopping" and self._stop_deadline is None:
