@@ -23,32 +23,32 @@ COMMANDS = {
         "experiment=calculator   train a small model to use a calculator, on a CPU",
         "--help                  flags, examples, and the most common keys",
     ],
-    "sft": ["--help                    train on conversations first: formats a model has never seen"],
-    "eval": ["MODEL data=FILE          mean@k, pass@k, maj@k of a model, a checkpoint or a run"],
-    "generate": ["MODEL data=FILE out=FILE.parquet      its answers, with rewards, as a data set"],
-    "merge": ["CHECKPOINT OUT          a Hugging Face directory of it; or adapters alone"],
-    "doctor": ["[OVERRIDES]            what a run would find here: machine, model, data, memory"],
+    "sft": ["--help                    train on conversations, e.g. formats new to the model"],
+    "eval": ["MODEL data=FILE          measure mean@k, pass@k, maj@k of a model, a checkpoint or a run"],
+    "generate": ["MODEL data=FILE out=FILE.parquet      write a model's answers and rewards as a data set"],
+    "merge": ["CHECKPOINT OUT          write a Hugging Face directory, or only the adapters"],
+    "doctor": ["[OVERRIDES]            check what a run needs: machine, model, data, memory"],
     "data": [
-        "gsm8k --out gsm8k        public data sets: gsm8k, math, dapo_math, hotpotqa, reasoning_gym:TASK",
+        "gsm8k --out gsm8k        write a data set: gsm8k, math, dapo_math, hotpotqa, reasoning_gym:TASK",
     ],
     "runs": [
-        "list | show [NAME]       the runs in runs/, or the summary of one",
-        "transcripts [NAME]       its episodes that were kept as text, of validation or --of training",
+        "list | show [NAME]       list the runs in runs/, or show a summary",
+        "transcripts [NAME]       show stored transcripts, of validation or --of training",
     ],
-    "status": ["[NAME]                 a run under way: who waits for what; after its end, why it ended"],
-    "invite": ["[NAME]                 a token with which a worker or server may join a run under way"],
+    "status": ["[NAME]                 what an active run waits for, or why a run ended"],
+    "invite": ["[NAME]                 print a token for a worker or server to join an active run"],
     "worker": ["--join TOKEN           run as that worker or server until stopped"],
-    "plan": ["NAME | KEY=VALUE...     what limits it, and what other slots, splits and bounds would do"],
-    "view": ["[NAME...]                a page in the browser: curves, episodes token by token, time"],
-    "replay": ["NAME --step N          a recorded step again, as it was or with other keys"],
-    "regrade": ["NAME --reward SPEC    recorded episodes, scored by another reward"],
+    "plan": ["NAME | KEY=VALUE...     find the bottleneck; predict other slots, splits and bounds"],
+    "view": ["[NAME...]                show a web page: curves, episodes token by token, timeline"],
+    "replay": ["NAME --step N          repeat a recorded step, unchanged or with other keys"],
+    "regrade": ["NAME --reward SPEC    score recorded episodes with another reward"],
     "image": [
-        "import FILE | list       root file systems for sandboxes: unpack one, see which there are",
+        "import FILE | list       unpack or list root file systems of sandboxes",
     ],
-    "tasks": ["check DIR               tasks before training: untouched 0, solved 1, seconds, network"],
+    "tasks": ["check DIR               check tasks: score 0 untouched, 1 solved; times; network"],
     "tools": [
-        "list [SPEC...]          the built-in tools, or those of a module, file or folder",
-        "call NAME '{\"a\": 1}'    call one",
+        "list [SPEC...]          list the built-in tools, or those of a module, file or folder",
+        "call NAME '{\"a\": 1}'    call a tool",
     ],
 }
 # Commands that run users' code in the command's process, whose child processes must not outlive the command.
@@ -74,8 +74,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if sys.flags.optimize > 1:
             raise ConfigError(
-                "PYTHONOPTIMIZE=2 (python -OO) strips docstrings, which transformers and descriptions of "
-                "tools need; unset it, or set PYTHONOPTIMIZE=1"
+                "PYTHONOPTIMIZE=2 (python -OO) strips docstrings, which transformers and tool descriptions "
+                "need; unset it, or set PYTHONOPTIMIZE=1"
             )
         exit_code = _dispatch_command(sys.argv[1:] if argv is None else argv)
         if sys.stdout is not None:

@@ -56,13 +56,13 @@ def find_run(directory: Path, name: str, option: str = "--run-dir") -> Path:
     runs = {path.name: path for path in reversed(list_run_directories(directory, option))}
     path = runs.get(name) if name else next(reversed(runs.values()), None)
     if path is None:
-        raise ConfigError(f"{directory}: no run {name!r}; there are: {', '.join(runs) or 'none'}")
+        raise ConfigError(f"{directory}: no run {name!r}; existing runs: {', '.join(runs) or 'none'}")
     return path
 
 
 def list_run_directories(directory: Path, option: str = "--run-dir") -> list[Path]:
     """Return the directories of runs, newest first. Raises ConfigError if `directory` does not exist."""
     if not directory.is_dir():
-        raise ConfigError(f"{directory}: no such directory; give the parent of run directories as {option}")
+        raise ConfigError(f"{directory}: no such directory; set {option} to the parent of run directories")
     paths = [path.parent for path in directory.glob("*/config.yaml")]
     return sorted(paths, key=lambda path: (path / "config.yaml").stat().st_mtime, reverse=True)

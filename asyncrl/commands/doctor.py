@@ -14,13 +14,13 @@ from asyncrl.registry import search_working_directory
 from asyncrl.values import printable
 
 HELP = """\
-Check the machine, and with model.path and data.train also these, as a run would use them. Every line is
-"ok", a "warning", or an "error" with what to do about it. Nothing is written or started, but a model of the
-hub is fetched, and a sandbox tried. OVERRIDES are those of asyncrl train.
+Check the machine and, with model.path and data.train, also the model and data of a run. Every line is
+"ok", a "warning", or an "error" with what to do about it. Nothing is written or started, except that a
+hub model is downloaded and a sandbox is tried. OVERRIDES are those of asyncrl train.
 
   asyncrl doctor                                       the machine
-  asyncrl doctor experiment=calculator                 and the demo
-  asyncrl doctor model.path=DIR data.train=FILE        and your own
+  asyncrl doctor experiment=calculator                 the machine and the demo
+  asyncrl doctor model.path=DIR data.train=FILE        the machine, your model and data
 
 Exit code 0 without errors, 2 with some.
 """
@@ -31,7 +31,7 @@ NO_MODEL = ["model.path=none", "data.train=none"]  # Overrides for checks that n
 def main(argv: list[str]) -> int:
     parser = command_parser("doctor", HELP, run_dir_help="")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
-    parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
+    parser.add_argument("--config-dir", type=Path, help="directory with your own configuration groups")
     options = parser.parse_intermixed_args(argv)
 
     from asyncrl.launch.checks import ALL_CHECKS, MACHINE_CHECKS, collect_notes
@@ -61,5 +61,5 @@ def main(argv: list[str]) -> int:
     print(f"\n{counts}")
 
     if checks is MACHINE_CHECKS:
-        print("only the machine was checked; name model.path and data.train to have them checked, too")
+        print("only the machine was checked; set model.path and data.train to check them as well")
     return 2 if "error" in levels else 0

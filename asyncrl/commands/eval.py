@@ -43,12 +43,12 @@ Evaluate a model: the episodes, tools, environments and rewards of training, wit
 
   asyncrl eval MODEL data=FILE.parquet rollout.reward=math       MODEL: a directory, or owner/name of the hub
   asyncrl eval runs/demo/checkpoints/step-200                    with the configuration of its run
-  asyncrl eval demo validation.episodes=8                        the newest checkpoint; mean@8, pass@8
-  asyncrl eval demo --baseline runs/demo/checkpoints/step-50     and how much better than that
+  asyncrl eval demo validation.episodes=8                        newest checkpoint of a run; mean@8, pass@8
+  asyncrl eval demo --baseline runs/demo/checkpoints/step-50     compared with another model
   asyncrl eval MODEL experiment=calculator engine=sglang         OVERRIDES are those of asyncrl train
 
-The same command goes on after a crash, and only prints the result when it is there. `data=` is `data.test=`;
-all its rows are used, or the first `samples=N`, `episodes=K` times each. Episodes are in a run of their own:
+After a crash, the same command continues; once the result exists, it only prints it. `data=` is `data.test=`;
+all its rows are used, or the first `samples=N`, `episodes=K` times each. The episodes form their own run:
 asyncrl runs transcripts NAME. What the numbers mean: docs/guides/after_a_run.md."""
 
 EVALUATION = "evaluation.json"
@@ -69,7 +69,7 @@ class Target(NamedTuple):
 def main(argv: list[str]) -> int:
     """Parse the arguments, evaluate, print and write the numbers. Exit code 1 if the run failed."""
     parser = argument_parser("eval", HELP)
-    parser.add_argument("--baseline", help="another MODEL, or a run of asyncrl eval: compare with it")
+    parser.add_argument("--baseline", help="another MODEL, or a run of asyncrl eval, to compare with")
     options = parser.parse_intermixed_args(argv)
     check_order(options)
     target = resolve_target(options.model, options.run_dir)
@@ -99,10 +99,10 @@ def main(argv: list[str]) -> int:
 
 
 def argument_parser(name: str, text: str) -> argparse.ArgumentParser:
-    parser = command_parser(name, text, "directory of runs, also of this one")
+    parser = command_parser(name, text, "parent of run directories, including the new one")
     parser.add_argument("model", help="a model, a checkpoint of a run, or a run")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
-    parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
+    parser.add_argument("--config-dir", type=Path, help="directory with your own configuration groups")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan")
     parser.set_defaults(values={})  # calls from Python have some
     return parser
@@ -121,7 +121,7 @@ def evaluate(
     if (run_dir / "config.yaml").is_file():
         previous_config = read_config(run_dir)
         if previous_config.total_steps or previous_config.held_out_settings != config.held_out_settings:
-            raise ConfigError(f"{run_dir}: is another run; choose another name=…")
+            raise ConfigError(f"{run_dir}: a different run has this name; choose another name=…")
     if read_summary(run_dir).get("outcome") == "completed" and not options.dry_run:
         return 0, run_dir
 
@@ -150,15 +150,15 @@ def resolve_target(name: str, runs_directory: Path) -> Target:
 
         runs = list_run_directories(runs_directory) if runs_directory.is_dir() else []
         raise ConfigError(
-            f"{name}: there is no such model, checkpoint or run; give a model directory, owner/name of the "
+            f"{name}: no such model, checkpoint or run; use a model directory, owner/name of the "
             f"hub, a checkpoint ({runs_directory}/NAME/checkpoints/step-N), or a run in {runs_directory}: "
-            f"{', '.join(sorted(run.name for run in runs)) or 'there is none'}"
+            f"{', '.join(sorted(run.name for run in runs)) or 'none yet'}"
         )
 
     checkpoints, step, run_dir = find_checkpoint(name, runs_directory)
     export = Path(checkpoints.file_path(step)) / "hf"
     if not (export / "config.json").is_file():
-        raise ConfigError(f"{export}: is no directory with a model; write one with asyncrl merge {name} OUT")
+        raise ConfigError(f"{export}: no model directory; write one with asyncrl merge {name} OUT")
     return Target(str(export), run_dir)
 
 
@@ -167,7 +167,7 @@ def check_order(options: argparse.Namespace) -> None:
     if "=" in options.model and not os.path.exists(options.model):
         unknown = unknown_keys([options.model, *options.overrides])
         raise unknown or ConfigError(
-            f"{options.model}: give the model first, then KEY=VALUE (asyncrl eval MODEL KEY=VALUE …)"
+            f"{options.model}: name the model first, then KEY=VALUE (asyncrl eval MODEL KEY=VALUE …)"
         )
 
 
@@ -195,11 +195,11 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
 
     if not config.data.test:
         raise ConfigError(
-            "data.test: nothing to evaluate on; give data=FILE, with the columns of asyncrl train"
+            "data.test: nothing to evaluate on; set data=FILE, with the columns of asyncrl train"
         )
     if config.agents:
         raise ConfigError(
-            "agents: a checkpoint's export is without their adapters; see val/ in the metrics of the run"
+            "agents: the export of a checkpoint lacks their adapters; see val-core/ in the metrics of the run"
         )
 
     from asyncrl.algorithms.recipe import imitates
@@ -298,7 +298,7 @@ def write_result(result: Result, baseline: Result | None = None) -> dict[str, di
     """Write evaluation.json in the run's directory, and return the numbers of the table."""
     if baseline is not None and baseline.data != result.data:
         raise ConfigError(
-            f"{baseline.run_dir}: is of other samples than {result.run_dir}; give the same data=…"
+            f"{baseline.run_dir}: evaluated on other samples than {result.run_dir}; use the same data=…"
         )
 
     metrics = summarize_metrics(result.numbers, baseline.numbers if baseline else {})
@@ -349,7 +349,7 @@ def print_result(result: Result, baseline: Result | None = None) -> None:
         print(printable(" ".join((f"{first:<{width}}", *(f"{cell:>18}" for cell in line_cells))).rstrip()))
 
     if failed := sum(episode.result is None for episode in result.episodes):
-        print(f"{failed} of {len(result.episodes)} episodes failed at every attempt")
+        print(f"{failed} of {len(result.episodes)} episodes failed in every attempt")
     print(f"run: {result.run_dir.absolute()}")
 
 

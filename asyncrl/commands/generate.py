@@ -22,18 +22,18 @@ from asyncrl.observe.held_out import SAMPLED, JudgedEpisode
 from asyncrl.types import Sample
 
 HELP = """\
-Sample answers, and write them: a row per prompt.
+Sample answers and write them to a file, one row per prompt.
 
   asyncrl generate MODEL data=FILE.parquet out=answers.parquet episodes=4 rollout.reward=math
   asyncrl generate demo out=answers.jsonl         the newest checkpoint of a run, with its configuration
   asyncrl generate MODEL data=FILE.jsonl out=answers.jsonl rollout.reward=none         without a reward
 
-All rows of the data are asked, or the first `samples=N`, each `episodes=N` times.
+All rows of the data are sampled, or the first `samples=N`, `episodes=N` times each.
 A row has data_source, prompt (messages), ground_truth (text, or JSON), and lists of one entry per episode:
 responses (the text of the last turn), conversations (all messages, as JSON), rewards, stop_reasons, tokens
-(that the model wrote). An episode that failed at every attempt has no response and no reward. The same
-command goes on after a crash.
-OVERRIDES are those of asyncrl train; asyncrl eval --help says what MODEL is."""
+(that the model wrote). An episode that failed in every attempt has no response and no reward. After a crash,
+the same command continues.
+OVERRIDES are those of asyncrl train; asyncrl eval --help explains MODEL."""
 
 OUT_PREFIX = "out="
 COLUMNS = ("responses", "conversations", "rewards", "stop_reasons", "tokens")
@@ -73,7 +73,7 @@ def _take_out_path(options: argparse.Namespace) -> Path:
         )
         raise unknown_keys(options.overrides) or path_error
     if not path.parent.is_dir():
-        raise ConfigError(f"out={path}: there is no directory {path.parent}; make it, or choose another")
+        raise ConfigError(f"out={path}: no directory {path.parent}; create it, or choose another")
     return path
 
 

@@ -13,7 +13,7 @@ from asyncrl.isolation.importing import import_image, remove_image
 from asyncrl.isolation.unpacking import Bounds
 
 HELP = """\
-Root file systems that sandboxes start from. Nothing is fetched, and no Dockerfile is built.
+Manage the root file systems that sandboxes start from. Nothing is downloaded, and no Dockerfile is built.
 
   asyncrl image import debian.tar                  a root file system, or what `docker save` and
                                                    `skopeo copy … oci-archive:FILE` write, as "debian"
@@ -28,7 +28,11 @@ def main(argv: list[str]) -> int:
     parser = command_parser("image", HELP, run_dir_help="")
     parser.add_argument("action", choices=("import", "list", "remove"))
     parser.add_argument(
-        "source", nargs="?", default="", metavar="FILE|DIR|-|NAME", help="what to import or remove"
+        "source",
+        nargs="?",
+        default="",
+        metavar="FILE|DIR|-|NAME",
+        help="file or directory to import, or image to remove",
     )
     parser.add_argument("--name", default="", help="import: name of the image (default: name of the file)")
     parser.add_argument(
@@ -37,7 +41,7 @@ def main(argv: list[str]) -> int:
 
     for bound in msgspec.structs.fields(Bounds):
         (unit,) = bound.type.__metadata__
-        text = f"import: refused whole above N {unit.description} ({bound.default})"
+        text = f"import: fail above N {unit.description} (default: {bound.default})"
         parser.add_argument(f"--{bound.name}", type=int, default=bound.default, metavar="N", help=text)
     options = parser.parse_intermixed_args(argv)
 
@@ -47,7 +51,7 @@ def main(argv: list[str]) -> int:
         return 0
 
     if not options.source:
-        parser.error(f"{options.action} takes a FILE, DIR or - to import, or a NAME to remove")
+        parser.error(f"{options.action} needs a FILE, DIR or - to import, or a NAME to remove")
 
     if options.action == "remove":
         is_removed = remove_image(options.source)

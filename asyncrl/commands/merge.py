@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from asyncrl.store.checkpoints import Checkpoints
 
 HELP = """\
-Write a Hugging Face directory of a checkpoint, with adapters merged: for transformers, SGLang, vLLM.
+Write a checkpoint as a Hugging Face directory for transformers, SGLang or vLLM, with adapters merged.
 
   asyncrl merge demo model                                    the newest checkpoint of a run
-  asyncrl merge runs/demo/checkpoints/step-200 model          or this one; s3://… where checkpoints are there
-  asyncrl merge demo adapters --adapters apart                adapters alone, in PEFT's format; of `agents`
-                                                              each in a directory of its name
+  asyncrl merge runs/demo/checkpoints/step-200 model          this one; s3://… for checkpoints there
+  asyncrl merge demo adapters --adapters apart                only adapters, in PEFT's format; with
+                                                              `agents`, each in a directory of its name
 
-All files are compared with the checksums of the checkpoint."""
+All files are verified against the checksums of the checkpoint."""
 
 
 def main(argv: list[str]) -> int:
@@ -33,12 +33,12 @@ def main(argv: list[str]) -> int:
         "--adapters",
         choices=("merged", "apart"),
         default="merged",
-        help="merge adapters into the model, or write them alone",
+        help="merge adapters into the model, or write only the adapters",
     )
     options = parser.parse_args(argv)
 
     if options.out.exists():
-        raise ConfigError(f"{options.out}: exists; choose another directory, or delete it")
+        raise ConfigError(f"{options.out}: already exists; choose another directory, or delete it")
 
     checkpoints, step, run_dir = find_checkpoint(options.checkpoint, options.run_dir)
     if damage := checkpoints.find_damage(step):
@@ -49,10 +49,12 @@ def main(argv: list[str]) -> int:
     work_directory.mkdir(parents=True)
     try:
         if options.adapters == "merged" and run_dir is not None and read_config(run_dir).agents:
-            raise ConfigError(f"{options.checkpoint}: agents have an adapter each; add --adapters apart")
+            raise ConfigError(f"{options.checkpoint}: each agent has its own adapter; add --adapters apart")
         if options.adapters == "apart":
             if run_dir is None:
-                raise ConfigError(f"{checkpoints.file_path(step)}: the run is not beside it; give its name")
+                raise ConfigError(
+                    f"{checkpoints.file_path(step)}: the run is not next to it; use the name of the run"
+                )
             from asyncrl.trainer.checkpoint import write_adapters
 
             write_adapters(checkpoints, step, read_config(run_dir), work_directory)
@@ -83,7 +85,7 @@ def find_checkpoint(name: str, runs: Path) -> tuple[Checkpoints, int, Path | Non
         checkpoints = checkpoints_of(read_config(run_dir), run_dir)
         steps = checkpoints.steps()
     if not steps:
-        raise ConfigError(f"{checkpoints.root}: no checkpoint; asyncrl runs list shows the runs")
+        raise ConfigError(f"{checkpoints.root}: no checkpoint; see the runs with asyncrl runs list")
     return checkpoints, steps[0], run_dir
 
 
@@ -95,7 +97,7 @@ def _copy_export(checkpoints: Checkpoints, step: int, out: Path) -> None:
     export_prefix = "hf/"
     names = [name for name in checkpoints.manifest(step).files if name.startswith(export_prefix)]
     if not names:
-        raise ConfigError(f"{checkpoints.file_path(step)}: has no model in its folder {export_prefix}")
+        raise ConfigError(f"{checkpoints.file_path(step)}: no model in its folder {export_prefix}")
     for name in names:
         with (
             checkpoints.open_file(step, name) as source,

@@ -30,25 +30,25 @@ if TYPE_CHECKING:
     from asyncrl.planning.simulator import Recorded, Workload
 
 HELP = """\
-Find what limits a run, and predict other settings by a simulation from its measurements.
+Find the bottleneck of a run, and predict the effect of other settings by simulating from its measurements.
 
-  asyncrl plan demo                         of a run, which may be under way
-  asyncrl plan demo rollout.slots=128       what it would do with other keys
-  asyncrl plan demo small                   the engines' speed from two runs with different loads
-  asyncrl plan demo --devices 16            split 16 devices, or give all of them to both sides in turn
+  asyncrl plan demo                         a run, which may still be running
+  asyncrl plan demo rollout.slots=128       the same run with other keys
+  asyncrl plan demo small                   engine speed from two runs with different loads
+  asyncrl plan demo --devices 16            split 16 devices, or give all of them to each side in turn
   asyncrl plan demo --tail 2                long responses and slow tools twice as far from the median
-  asyncrl plan experiment=calculator        without a run: two short ones measure first, one with fewer slots
+  asyncrl plan experiment=calculator        no run yet: first measures two short runs, one with fewer slots
 
-docs/guides/scale.md says what is assumed; docs/dev/planning.md, how far predictions were off."""
+See docs/guides/scale.md for the assumptions, and for how far predictions were off."""
 
 Keys = dict[str, int]
 SLOTS_KEY = "rollout.slots"
 GROUPS_KEY = "buffer.groups_per_batch"
 STALENESS_KEY = "buffer.max_staleness"
 FIGURES = (
-    ("seconds a step", "step_s", ".3g"),
-    ("tokens/s within bound", "tokens_per_s", ".0f"),
-    ("lag, mean", "lag", ".2f"),
+    ("seconds per step", "step_s", ".3g"),
+    ("trainable tokens/s", "tokens_per_s", ".0f"),
+    ("mean lag", "lag", ".2f"),
     ("masked tokens", "masked", ".2%"),
     ("trainer idle", "trainer_idle", ".0%"),
     ("rollout idle", "rollout_idle", ".0%"),
@@ -94,7 +94,9 @@ class Measurements(msgspec.Struct, frozen=True):
         ]
         sampling = _concurrent_episodes(spans, config)
         if not tokens or not sampling:
-            raise ConfigError(f"{run_dir}: recorded no sampled turns; let the run go on, or name another")
+            raise ConfigError(
+                f"{run_dir}: no sampled turns recorded; let the run continue, or name another run"
+            )
 
         # The newest checkpoint has the size of weights and optimizer.
         checkpoints = checkpoints_of(config, run_dir)
@@ -117,7 +119,7 @@ class Measurements(msgspec.Struct, frozen=True):
 def main(argv: list[str]) -> int:
     parser = command_parser("plan", HELP)
     parser.add_argument(
-        "what", nargs="+", metavar="RUN|KEY=VALUE", help="names or directories of runs; overrides"
+        "what", nargs="+", metavar="RUN|KEY=VALUE", help="names or directories of runs, or overrides"
     )
     parser.add_argument(
         "--devices",
@@ -127,11 +129,13 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--shift", type=float, help="seconds for switching both ways (default: estimated)")
     parser.add_argument("--tail", type=float, default=1.0, help="multiply durations above the median by this")
-    parser.add_argument("--config-dir", type=Path, help="configuration groups of your own, for a probe")
+    parser.add_argument(
+        "--config-dir", type=Path, help="directory with your own configuration groups, for a probe"
+    )
     options = parser.parse_intermixed_args(argv)
 
     if options.tail <= 0:
-        raise ConfigError(f"--tail {options.tail:g}: give a factor above 0; 1 leaves the tail as it is")
+        raise ConfigError(f"--tail {options.tail:g}: use a factor above 0; 1 leaves the tail unchanged")
 
     names = [word for word in options.what if "=" not in word or Path(word, "config.yaml").is_file()]
     overrides = [word for word in options.what if word not in names]
@@ -158,7 +162,7 @@ def main(argv: list[str]) -> int:
     )
 
     if options.shift is not None:
-        rates = replace(rates, shift_s=options.shift, shift_source="as you say")
+        rates = replace(rates, shift_s=options.shift, shift_source="as given by --shift")
     if options.tail != 1:
         rates = replace(rates, recorded=stretch_tail(rates.recorded, options.tail))
 
@@ -206,7 +210,7 @@ def probe(config: RunConfig) -> list[Measurements]:
             run_dir = Path(probe_directory) / name
             if exit_code:
                 cleanup.pop_all()
-                raise AsyncrlError(f"the probe failed; its logs are kept: {run_dir / 'logs'}")
+                raise AsyncrlError(f"the probe failed; logs: {run_dir / 'logs'}")
             measurements.append(Measurements.read_run(run_dir, recompose(run_dir, [])))
         return measurements
 
@@ -333,7 +337,7 @@ def candidates(
             attempt(split | {SLOTS_KEY: slot_count, GROUPS_KEY: groups, STALENESS_KEY: max_staleness})
 
     if not tried_forecasts:
-        raise ConfigError(f"--devices {devices}: too few for an engine and a trainer rank; give more")
+        raise ConfigError(f"--devices {devices}: too few for an engine and a trainer rank; use more")
 
     best_keys = rank_candidates(tried_forecasts.values())[0][0]
     for batch_groups in (groups // 2, groups, 2 * groups):
@@ -367,11 +371,11 @@ def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested
     compares_sharing = requested_devices >= tp and not config.engine.urls
     is_unsplit = compares_sharing or (config.shifts and not requested_devices)
     if not (splits(unshared_config, devices) or is_unsplit):
-        raise ConfigError(f"--devices {devices}: too few for an engine and a trainer rank; give more")
+        raise ConfigError(f"--devices {devices}: too few for an engine and a trainer rank; use more")
 
     print_progress("simulating this configuration")
     predicted = predict(config, rates, seeds=SIMULATION_SEEDS)
-    print_progress("finding what limits it")
+    print_progress("finding the bottleneck")
     savings = time_savings(config, rates, SIMULATION_SEEDS)
     saved_fractions = sorted(savings.items(), key=lambda saving: -saving[1])
 
@@ -383,20 +387,22 @@ def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested
             + "".join(f"{getattr(forecast, name):>z12{number_format}}" for forecast in columns.values())
         )
     assumed_note = (
-        "\n(how a token's time splits is assumed, as the load hardly differed: name a second run with other\n"
+        "\n(the split of a token's time is assumed, because the load hardly varied: name a second run with "
+        "other\n"
         "slots, or measure a probe)"
     )
     print(
         f"\nmeasured: {len(rates.recorded)} groups; a token takes {1e3 * rates.base:.3g} ms + "
-        f"{1e3 * rates.slope:.3g} ms for each episode that samples on its engine;\n"
-        f"an episode {1e3 * rates.episode_s:.3g} ms of training on one rank, a step {rates.commit_s:.3g} s "
+        f"{1e3 * rates.slope:.3g} ms per episode sampling on its engine;\n"
+        f"an episode takes {1e3 * rates.episode_s:.3g} ms of training on one rank, a step "
+        f"{rates.commit_s:.3g} s "
         f"more, a push {rates.publish_s:.3g} s{assumed_note * rates.assumed}"
     )
 
-    print("\nshare of a step's time that would be saved by twice as much of it, or twice as fast:")
+    print("\nstep time saved by doubling the amount or the speed of each part:")
     print("  " + ", ".join(f"{name} {fraction:z.0%}" for name, fraction in saved_fractions))
     limiting_part, largest_saving = saved_fractions[0]
-    print(f"limited by: {limiting_part if largest_saving > SIMILAR_FRACTION else 'nothing alone'}")
+    print(f"bottleneck: {limiting_part if largest_saving > SIMILAR_FRACTION else 'no single part'}")
 
     chosen_split = print_sharing(unshared_config, rates, devices) if compares_sharing else None
     if (compares_sharing and not chosen_split) or not splits(unshared_config, devices):
@@ -407,7 +413,10 @@ def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested
     ranked_candidates = candidates(unshared_config, rates, devices, chosen_split)
     key_names = (key, "trainer.ranks", SLOTS_KEY, GROUPS_KEY, STALENESS_KEY)
 
-    print(f"\n{devices} devices; tokens/s within about {SIMILAR_FRACTION:.0%} of the best first, by lag:")
+    print(
+        f"\n{devices} devices; settings within about {SIMILAR_FRACTION:.0%} of the best tokens/s come first, "
+        "sorted by lag:"
+    )
     print(
         " ".join(f"{name.partition('.')[2]:>16}" for name in key_names)
         + "   tokens/s  s/step   lag  masked  idle"
@@ -439,7 +448,7 @@ def print_sharing(config: RunConfig, rates: Rates, devices: int) -> Keys | None:
     print(
         "\napart (engines+ranks), or by shifts on the same devices; a batch takes one engine "
         f"{sampling_seconds:.3g} s, one "
-        f"rank {training_seconds:.3g} s,\nboth changes of the devices {rates.shift_s:.3g} s "
+        f"rank {training_seconds:.3g} s,\nboth device changes {rates.shift_s:.3g} s "
         f"({rates.shift_source}):\n"
         f"devices   apart{FIGURES_HEADER} |    by shifts{FIGURES_HEADER} | elastic, at best"
     )
@@ -477,16 +486,16 @@ def _sharing_advice(comparison: Comparison, key: str) -> str:
     if best_placed is comparison.shifts:
         keys += f" engine.colocated={best_placed.engines}"
     if comparison.apart is None or comparison.shifts is None:
-        return f"take {keys}: these devices allow nothing else"
+        return f"use {keys}: the only way with these devices"
 
     gain = 1 - comparison.fastest / max(comparison.apart.forecast.step_s, comparison.shifts.forecast.step_s)
     reason = (
-        "no split keeps both sides as busy"
+        "no split keeps both sides equally busy"
         if best_placed is comparison.shifts
-        else "a shift leaves more idle than the split"
+        else "shifts leave more idle time than the split"
     )
-    return f"take {keys}: " + (
-        f"steps take {gain:.0%} less time, as {reason}"
+    return f"use {keys}: " + (
+        f"steps take {gain:.0%} less time, because {reason}"
         if gain > SIMILAR_FRACTION
-        else "as fast, with less lag"
+        else "equally fast, with less lag"
     )

@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 MAX_CONCURRENT = 32  # Episodes that are scored at once.
 
 HELP = """\
-Score recorded episodes with another reward, and compare: what advantages would have been, and how many
-groups would have taught (their members differ).
+Score recorded episodes with another reward, and compare the scores, the advantages, and how many
+groups would have had a learning signal (members with different scores).
 
   asyncrl regrade demo --reward my_reward.py:compute_score
   asyncrl regrade demo --reward '{exact: {}, final_number: {weight: 0.1}}' --steps 40..60
   asyncrl regrade demo --reward final_number --out regraded.parquet algorithm.advantage=rloo
 
-OVERRIDES are keys, as of `asyncrl train`, on top of the run's own configuration. Episodes whose turns are not
-kept any more are left out (store.keep_bytes)."""
+OVERRIDES are keys, as in `asyncrl train`, applied to the run's configuration. Episodes whose turns are no
+longer stored are left out (store.keep_bytes)."""
 
 
 class Row(msgspec.Struct):
@@ -62,13 +62,15 @@ class Row(msgspec.Struct):
 
 def main(argv: list[str]) -> int:
     parser = command_parser("regrade", HELP)
-    parser.add_argument("run", help="name of a run, or its directory")
+    parser.add_argument("run", help="name or directory of a run")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value")
-    parser.add_argument("--reward", required=True, help="as rollout.reward: a name, a function, or a mapping")
+    parser.add_argument(
+        "--reward", required=True, help="a reward as in rollout.reward: a name, a function, or a mapping"
+    )
     parser.add_argument(
         "--steps", type=_parse_steps, default=(0, sys.maxsize), help="steps A..B (default: all)"
     )
-    parser.add_argument("--out", type=Path, help="write a row per episode: FILE.parquet or FILE.jsonl")
+    parser.add_argument("--out", type=Path, help="write one row per episode to FILE.parquet or FILE.jsonl")
     options = parser.parse_intermixed_args(argv)
 
     if options.out is not None and options.out.suffix not in (".parquet", ".jsonl"):
@@ -82,8 +84,12 @@ def main(argv: list[str]) -> int:
     rows, problems = asyncio.run(_regrade_episodes(resolve_models(config), run_dir, options.steps))
 
     if not rows:
-        reason = problems[-1] if problems else "no episode of these steps has its turns (store.keep_bytes)"
-        raise ConfigError(f"{run_dir}: nothing could be scored: {reason}")
+        reason = (
+            problems[-1]
+            if problems
+            else "the turns of these steps' episodes are no longer stored (store.keep_bytes)"
+        )
+        raise ConfigError(f"{run_dir}: no episode could be scored: {reason}")
 
     _print_comparison(rows, problems)
     if options.out is not None:
@@ -94,7 +100,7 @@ def main(argv: list[str]) -> int:
 def _parse_steps(text: str) -> tuple[int, int]:
     first, dots, last = text.partition("..")
     if not first.isdigit() or (dots and not last.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not A..B, e.g. 40..60, or one step")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a range A..B, such as 40..60, nor a step")
     return int(first), int(last or first)
 
 
@@ -223,7 +229,7 @@ def _print_comparison(rows: Sequence[Row], problems: Sequence[str]) -> None:
     ]
 
     taught_counts = [sum(getattr(row, name) for row in groups.values()) for name in ("taught", "teaches")]
-    print(f"{len(rows)} episodes of {len({row.group for row in rows})} groups scored again")
+    print(f"{len(rows)} episodes of {len({row.group for row in rows})} groups rescored")
     print(f"{'':32} {'recorded':>12} {'regraded':>12}")
     recorded_mean = fmean(recorded for recorded, _ in scores)
     regraded_mean = fmean(regraded for _, regraded in scores)
@@ -231,13 +237,13 @@ def _print_comparison(rows: Sequence[Row], problems: Sequence[str]) -> None:
 
     if groups:
         counts_text = " ".join(f"{count:>6} {count / len(groups):>5.0%}" for count in taught_counts)
-        print(f"{f'groups that teach, of {len(groups)}':32} {counts_text}")
+        print(f"{f'groups with a signal, of {len(groups)}':32} {counts_text}")
     if advantages:
         sizes_text = " ".join(f"{fmean(abs(pair[index]) for pair in advantages):>12.4f}" for index in (0, 1))
-        print(f"{'advantage before scaling, mean |A|':32} {sizes_text}")
+        print(f"{'mean |advantage| before scaling':32} {sizes_text}")
     print(f"correlation of scores {_correlation(scores)}, of advantages {_correlation(advantages)}")
     if problems:
-        print(printable(f"{len(problems)} episodes could not be scored; the last one: {problems[-1]}"))
+        print(printable(f"{len(problems)} episodes could not be scored; the last: {problems[-1]}"))
 
 
 def _correlation(pairs: Sequence[tuple[float, float]]) -> str:

@@ -31,21 +31,21 @@ COMPARED_PREFIXES = (
 )
 
 HELP = """\
-Train a recorded step again, apart from the run, and print what was recorded beside what comes out:
+Repeat a recorded training step outside the run, and print recorded and new values side by side:
 
   asyncrl replay demo --step 57                                       from the newest checkpoint before it
-  asyncrl replay demo --step 57 algorithm.loss=ppo algorithm.prox=mu  what another loss makes of the same data
+  asyncrl replay demo --step 57 algorithm.loss=ppo algorithm.prox=mu  the same data with another loss
   asyncrl replay demo --step 57 trainer.lr=1e-5 model.device=cpu
 
-OVERRIDES are keys, as of `asyncrl train`, on top of the configuration of the run, from the checkpoint
-on. Without any, on one CPU rank and the same machine, loss and gradient norm are the same to the last bit."""
+OVERRIDES are keys, as in `asyncrl train`, applied to the run's configuration from the checkpoint
+onward. Without overrides, on one CPU rank of the same machine, loss and gradient norm are bit-identical."""
 
 
 def main(argv: list[str]) -> int:
     parser = command_parser("replay", HELP)
-    parser.add_argument("run", help="name of a run, or its directory")
+    parser.add_argument("run", help="name or directory of a run")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value")
-    parser.add_argument("--step", type=int, required=True, help="the step to repeat, from 1")
+    parser.add_argument("--step", type=int, required=True, help="the step to repeat, starting from 1")
     options = parser.parse_intermixed_args(argv)
     run_dir = find_run(options.run_dir, options.run)
     launches = launches_of(run_dir)
@@ -83,8 +83,8 @@ def main(argv: list[str]) -> int:
     ]
     differing_names = [name for name in shared_names if recorded_row[name] != replayed_row[name]]
     print(
-        f"{len(shared_names) - len(differing_names)} of {len(shared_names)} metrics of the last step are as "
-        "recorded"
+        f"{len(shared_names) - len(differing_names)} of {len(shared_names)} metrics of the last step match "
+        "the record"
     )
     for name in differing_names:
         print(f"  {name}: {recorded_row[name]:.6g} recorded, {replayed_row[name]:.6g} replayed")

@@ -16,15 +16,15 @@ from asyncrl.values import printable
 
 def main(argv: list[str]) -> int:
     parser = command_parser(
-        "runs", "List runs, show the summary or the transcripts of one, or restore its run.db."
+        "runs", "List runs, show the summary or transcripts of a run, or restore its run.db."
     )
     parser.add_argument("action", choices=("list", "show", "transcripts", "restore"))
-    parser.add_argument("name", nargs="?", default="", help="run to show; the newest one by default")
+    parser.add_argument("name", nargs="?", default="", help="run to show (default: the newest)")
     parser.add_argument(
-        "--of", choices=("validation", "training"), default="validation", help="which transcripts"
+        "--of", choices=("validation", "training"), default="validation", help="kind of transcripts"
     )
-    parser.add_argument("--all", action="store_true", help="show diagnostics, too")
-    parser.add_argument("--step", type=int, help="transcripts of this step; the last one by default")
+    parser.add_argument("--all", action="store_true", help="also show diagnostics")
+    parser.add_argument("--step", type=int, help="transcripts of this step (default: the last)")
     options = parser.parse_intermixed_args(argv)
 
     if options.action == "list":
@@ -44,7 +44,7 @@ def restore_database(directory: Path, name: str) -> int:
     if not name:
         raise ConfigError("runs restore: name the run")
     with lock_directory(run_dir := find_run(directory, name), "run_dir"):
-        print(*copies.restore_newest(run_dir), "resume=auto goes on from here", sep="\n")
+        print(*copies.restore_newest(run_dir), "resume=auto continues from here", sep="\n")
     return 0
 
 
@@ -79,9 +79,9 @@ def show_summary(directory: Path, name: str, everything: bool = False) -> int:
     path = find_run(directory, name)
     summary = read_summary(path)
     if not summary:
-        raise ConfigError(f"{path}: has no summary.json: it is running, or was killed")
+        raise ConfigError(f"{path}: no summary.json; the run is still running, or was killed")
     if "flow" not in summary:
-        raise ConfigError(f"{path / 'summary.json'}: is not the summary of a run")
+        raise ConfigError(f"{path / 'summary.json'}: not the summary of a run")
     from asyncrl.observe.table import print_summary
 
     print_summary(summary, path, everything=everything)
@@ -94,13 +94,13 @@ def print_transcripts(run_dir: Path, kind: str, step: int | None) -> int:
     steps = {int(path.stem.partition("-")[2]): path for path in paths}
 
     if not steps:
-        raise ConfigError(f"{run_dir}: has no {kind} transcripts")
+        raise ConfigError(f"{run_dir}: no {kind} transcripts")
 
     chosen_step = max(steps) if step is None else step
     if chosen_step not in steps:
         steps_text = ", ".join(map(str, sorted(steps)))
         raise ConfigError(
-            f"{run_dir}: no {kind} transcripts of step {chosen_step}; those that have some: {steps_text}"
+            f"{run_dir}: no {kind} transcripts of step {chosen_step}; steps with transcripts: {steps_text}"
         )
 
     for entry in read_lines(steps[chosen_step]):

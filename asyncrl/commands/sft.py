@@ -12,30 +12,30 @@ from asyncrl.config.composition import compose
 from asyncrl.errors import ConfigError
 
 HELP = """\
-Train on conversations: each token that an assistant says in them. OVERRIDES are those of `asyncrl train`.
+Supervised training on the assistant tokens of conversations. OVERRIDES are those of `asyncrl train`.
 
   asyncrl sft model.path=DIR data.train=FILE.jsonl       a row: {"messages": [{"role": …, "content": …}, …]}
   asyncrl sft model.path=DIR data.train=FILE.parquet data.epochs=3 trainer.lr=2e-5
   asyncrl sft model.path=DIR data.train=FILE.jsonl --dry-run      check everything; print the plan
   asyncrl sft model.path=DIR data.train=FILE.jsonl model.lora_rank=16 trainer.lr=2e-4
 
-Then reinforcement learning from what it wrote:
+Then reinforcement learning from the trained model:
   asyncrl train model.path=runs/NAME/checkpoints/step-N/hf …
 
-Common keys (all of them: docs/reference/configuration.md; what rows may be: docs/guides/models.md):
-  total_steps, data.epochs     batches to train; passes over the data after which the run ends
+Common keys (all of them: docs/reference/configuration.md; formats of rows: docs/guides/models.md):
+  total_steps, data.epochs     batches to train; maximum passes over the data
   buffer.groups_per_batch      conversations per batch
   rollout.max_tokens           longer conversations are left out
-  rollout.tools                tools that the prompts show, where the rows have no column `tools`
-  data.test, validation.every  conversations, for their loss; prompts, for their rewards as in `asyncrl train`
+  rollout.tools                tools shown in the prompts, if the rows have no column `tools`
+  data.test, validation.every  held-out conversations (measures loss) or prompts (measures rewards)
 """
 
 BEGIN = """\
-asyncrl: model.path has no value. Give a model and conversations:
+asyncrl: model.path is not set. Name a model and conversations:
 
   asyncrl sft model.path=DIR data.train=FILE.jsonl
 
-docs/guides/models.md shows what a row is, and a whole example."""
+docs/guides/models.md shows the format of a row and a complete example."""
 
 # Experiments for reinforcement learning set the size of groups, and would win over the preset.
 PRESET = ["algorithm=sft", "buffer.episodes_per_group=1"]
@@ -52,6 +52,6 @@ def compose_sft(overrides: list[str], config_dir: Path | None, values: Mapping[s
         for argument in overrides
         if argument.startswith("algorithm=") and argument != "algorithm=sft"
     ]:
-        raise ConfigError(f"asyncrl sft is algorithm=sft; for {other_algorithms[0]} use asyncrl train")
+        raise ConfigError(f"asyncrl sft sets algorithm=sft; for {other_algorithms[0]} use asyncrl train")
     own_overrides = [argument for argument in overrides if argument != "algorithm=sft"]
     return compose([*PRESET, *own_overrides], config_dir, values)

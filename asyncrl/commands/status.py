@@ -1,4 +1,4 @@
-"""`asyncrl status [RUN]`: a run as it is now, from another terminal; after its end, why it ended."""
+"""Show the current state of a run from another terminal, or why the run ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SILENT_SECONDS = 5.0  # Seconds after which a status is old; there are two per s
 
 def main(argv: list[str]) -> int:
     parser = command_parser("status", __doc__)
-    parser.add_argument("run", nargs="?", default="", help="name of a run, or its directory; else the newest")
+    parser.add_argument("run", nargs="?", default="", help="name or directory of a run (default: the newest)")
     parser.add_argument(
         "--watch", action="store_true", help=f"repeat every {WATCH_INTERVAL:g} s until the run ends"
     )
@@ -55,7 +55,9 @@ def describe_ending(run_dir: Path) -> str:
 
     if launcher_lives(run_dir):
         return ""
-    return "killed: its launcher is gone, and wrote no end; resume=auto goes on from the last checkpoint"
+    return (
+        "killed: the launcher is gone and recorded no ending; resume=auto continues from the last checkpoint"
+    )
 
 
 def launcher_lives(run_dir: Path) -> bool:
@@ -78,7 +80,7 @@ def describe_run(run_dir: Path, ending_text: str, now: float) -> list[str]:
     status = read_status(run_dir)
     if "phase" not in status:
         return [
-            f"{run_dir}: {ending_text or 'starts: its coordinator has not reported yet'}; logs: "
+            f"{run_dir}: {ending_text or 'starting: the coordinator has not reported yet'}; logs: "
             f"{run_dir / 'logs'}"
         ]
 

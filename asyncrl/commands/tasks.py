@@ -1,4 +1,4 @@
-"""`asyncrl tasks check`: tries tasks before any training, in sandboxes like those of episodes."""
+"""Check tasks before training, in sandboxes like those of episodes."""
 
 from __future__ import annotations
 
@@ -66,15 +66,17 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="asyncrl tasks", description=__doc__)
     parser.add_argument("action", choices=("check",))
     parser.add_argument("directory", help="a task folder, or a directory of them")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="tasks at once")
     parser.add_argument(
-        "--repeats", type=int, default=1, help="runs of the tests: 2 find some that are flaky"
+        "--jobs", type=int, default=os.cpu_count() or 1, help="number of tasks checked at once"
     )
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each task")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="runs of the tests; 2 or more can reveal flaky tests"
+    )
+    parser.add_argument("--json", action="store_true", help="print a line of JSON per task")
     arguments = parser.parse_args(argv)
 
     if min(arguments.jobs, arguments.repeats) < 1:
-        raise ConfigError("--jobs and --repeats are numbers from 1")
+        raise ConfigError("--jobs and --repeats must be at least 1")
 
     folders = list(read_tasks(arguments.directory))
     return asyncio.run(check_tasks(folders, arguments.jobs, arguments.repeats, arguments.json))
@@ -103,7 +105,7 @@ async def check_tasks(folders: list[TaskFolder], jobs: int, repeats: int, as_jso
             print(msgspec.json.encode(trial).decode() if as_json else trial.format_line(), flush=True)
 
     if not as_json:
-        print(f"{len(folders) - faulty_count} of {len(folders)} tasks are as they should be")
+        print(f"{len(folders) - faulty_count} of {len(folders)} tasks passed")
         if unnamed_tasks:
             names = ", ".join(unnamed_tasks[:LISTED_TASKS])
             if len(unnamed_tasks) > LISTED_TASKS:
@@ -170,7 +172,7 @@ async def run_solution(folder: TaskFolder, trial: Trial, sandbox: TaskSandbox) -
     """Run the task's solution. Raises ConfigError if the task has none."""
     solution_folder = folder.path / "solution"
     if not (solution_folder / "solve.sh").is_file():
-        raise ConfigError("there is no solution/solve.sh, so nobody knows whether the task can be solved")
+        raise ConfigError("without solution/solve.sh, the task cannot be shown to be solvable")
     await sandbox.jail.apply_changes(pack_entries(pack_directory(solution_folder, "solution/solve.sh")))
 
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in folder.solution.items())

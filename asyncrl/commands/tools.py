@@ -28,20 +28,24 @@ SHOWN_OPTIONS = ("timeout", "retries", "concurrency", "rate", "replay", "blockin
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="asyncrl tools",
-        description="list [SPEC...]: name, parameters, description and options of tools. call SPEC [JSON]: "
-        "open a tool, call it once with these arguments, print the reply. SPEC: a name, module:attribute, "
-        "file.py:attribute or folder, as in rollout.tools.",
+        description=(
+            "list [SPEC...]: show name, parameters, description and options of tools. call SPEC [JSON]: "
+            "open a tool, call it once with these arguments and print the reply. SPEC: a name, "
+            "module:attribute, file.py:attribute or folder, as in rollout.tools."
+        ),
     )
     parser.add_argument("action", choices=("list", "call"))
-    parser.add_argument("specs", nargs="*", metavar="SPEC", help="list: all tools by default")
-    parser.add_argument("--name", default="", help="call: the tool, where SPEC gives several")
-    parser.add_argument("--sample", type=Path, help="call: JSON file of the sample to open the tool with")
+    parser.add_argument("specs", nargs="*", metavar="SPEC", help="tools to list (default: all)")
+    parser.add_argument("--name", default="", help="call: name of the tool, if SPEC contains several")
+    parser.add_argument(
+        "--sample", type=Path, help="call: JSON file of the sample with which to open the tool"
+    )
     parser.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="option of the factory that makes the tools",
+        help="option of the factory that creates the tools",
     )
     options = parser.parse_intermixed_args(argv)
 
@@ -52,7 +56,7 @@ def main(argv: list[str]) -> int:
         return list_tools(options.specs, arguments)
 
     if len(options.specs) not in (1, 2):
-        parser.error("call takes a SPEC and, as one word, a JSON object")
+        parser.error("call needs a SPEC and a JSON object, quoted as one word")
     spec, text = (*options.specs, "{}")[:2]
     return call_once(spec, text, arguments, options.name, options.sample)
 
@@ -68,7 +72,7 @@ def list_tools(specs: Sequence[str], arguments: Mapping[str, Any]) -> int:
                 raise
             factory: Any = tools.load(spec)  # Without options, or without a package, its tools cannot be made
             option_texts = ", ".join(map(_format_option, inspect.signature(factory).parameters.values()))
-            print(f"{spec}  [makes tools; options: {option_texts}]\n    {read_docstring(factory)[0]}")
+            print(f"{spec}  [creates tools; options: {option_texts}]\n    {read_docstring(factory)[0]}")
             continue
 
         for tool in loaded_tools:
@@ -77,7 +81,7 @@ def list_tools(specs: Sequence[str], arguments: Mapping[str, Any]) -> int:
             print(f"{tool.name}({outline_parameters(tool.schema)}){source_text}")
             print(f"    {body.get('description') or 'no description'}")
 
-            kind = "an object per episode" if tool.state else "a function"
+            kind = "one object per episode" if tool.state else "a function"
             option_values = {key: getattr(tool, key) for key in SHOWN_OPTIONS}
             changed_options = "".join(
                 f", {key}={value}"
@@ -97,13 +101,13 @@ def call_once(
     if len(tools_by_name) == 1 and not name:
         name = next(iter(tools_by_name))
     if name not in tools_by_name:
-        problem = f"has no tool {name!r}" if name else f"gives {len(tools_by_name)} tools"
+        problem = f"has no tool {name!r}" if name else f"contains {len(tools_by_name)} tools"
         raise ConfigError(f"{spec!r} {problem}; choose one with --name: {join_names(tools_by_name)}")
 
     sample_row = None
     if sample:  # a row of a data set, as tools see the row in training; the prompt may be missing
         with ConfigError.instead_of(
-            OSError, *UNDECODABLE, text=f"--sample {sample}: no sample as a JSON object"
+            OSError, *UNDECODABLE, text=f"--sample {sample}: not a JSON object with a sample"
         ):
             columns = msgspec.json.decode(sample.read_bytes(), type=dict[str, Any])
         sample_row = read_question(RowOrigin(str(sample), 0), {"prompt": "?"} | columns, RowLayout())

@@ -15,11 +15,11 @@ from asyncrl.registry import search_working_directory
 HELP = """\
 Train a run. OVERRIDES are Hydra's: key=value, or group=choice for a file in configs/.
 
-  asyncrl train model.path=DIR data.train=FILE.parquet   your own; the defaults fit 0.5 to 8B parameters
+  asyncrl train model.path=DIR data.train=FILE.parquet   your own; the defaults fit 0.5B to 8B parameters
   asyncrl train experiment=calculator                    a small model learns to use a calculator, on a CPU
   asyncrl train experiment=calculator --dry-run          check everything; print the plan
   asyncrl train experiment=calculator name=first total_steps=20                a short run in runs/first
-  asyncrl train experiment=calculator name=first total_steps=40 resume=auto    go on with it
+  asyncrl train experiment=calculator name=first total_steps=40 resume=auto    continue it
   asyncrl train --config-dir mine experiment=maze        mine/experiment/maze.yaml
 
 Add to any of these:
@@ -28,17 +28,17 @@ Add to any of these:
   launch=ray launch.ray_address=auto                     roles as Ray actors
 
 Common keys (all of them, with bounds and meaning: docs/reference/configuration.md):
-  name, run_dir, resume        where the run lives; resume=auto goes on from its last checkpoint
-  total_steps, seed            optimizer batches; seed of data order and sampling
+  name, run_dir, resume        location of the run; resume=auto continues from the last checkpoint
+  total_steps, seed            optimizer steps; seed of data order and sampling
   model.path, data.train       a Hugging Face model directory or hub repository; data with verl's columns, or
   data.columns                 others: 'data.columns={prompt: question, ground_truth: answer}'
   rollout.tools, rollout.reward        names, module:function or file.py:function
-  buffer.max_staleness         bound on the lag of every trained token; 0 is synchronous
+  buffer.max_staleness         maximum lag of every trained token; 0 is synchronous
   trainer.lr, trainer.ranks, rollout.workers, rollout.slots
 """
 
 BEGIN = """\
-asyncrl: model.path has no value. Three ways to begin:
+asyncrl: model.path is not set. Three ways to start:
 
   the demo, on a CPU           make demo, or: asyncrl train experiment=calculator
   your own model and data      asyncrl train model.path=DIR data.train=FILE.parquet
@@ -60,9 +60,9 @@ def main(
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check everything (a model of the hub is fetched for that) and print the plan; start nothing",
+        help="check everything (downloads a hub model if needed) and print the plan; start nothing",
     )
-    parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
+    parser.add_argument("--config-dir", type=Path, help="directory with your own configuration groups")
     options = parser.parse_intermixed_args(argv)
 
     try:

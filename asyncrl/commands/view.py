@@ -17,27 +17,29 @@ if TYPE_CHECKING:
     from asyncrl.viewer.views import Views
 
 HELP = """\
-Curves, episodes token by token, what each process did when, and a summary, in the browser:
+Show a run in the browser: summary, curves, episodes token by token, and the timeline of all processes.
 
   asyncrl view                      the newest run in runs/
-  asyncrl view demo other           two runs, their curves in the same charts
-  asyncrl view demo --html run.html one file to send, that opens without a server; exit code 1 where the
-                                    account of a run's episodes is not exact
+  asyncrl view demo other           two runs in the same charts
+  asyncrl view demo --html run.html one file that opens without a server; exit code 1 if the
+                                    episode counts of a run do not add up
 
-The page is served on 127.0.0.1 until Ctrl-C, read-only, to whoever has the address with its random token.
+The page is served on 127.0.0.1 until Ctrl-C, read-only, to anyone with the address and its random token.
 From another machine: ssh -C -L 8765:127.0.0.1:8765 HOST, with --port 8765."""
 
 
 def main(argv: list[str]) -> int:
     parser = command_parser("view", HELP)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="names or directories; else the newest one")
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help="names or directories of runs (default: the newest)"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page to a file instead")
     parser.add_argument("--port", type=int, default=0, help="port of the page (default: a free port)")
-    parser.add_argument("--open", action="store_true", help="open the browser, too")
+    parser.add_argument("--open", action="store_true", help="also open the browser")
     options = parser.parse_intermixed_args(argv)
 
     if not 0 <= options.port < 1 << 16:
-        raise ConfigError(f"--port {options.port}: a port is a number from 1 to 65535, or 0 for a free one")
+        raise ConfigError(f"--port {options.port}: use a port from 1 to 65535, or 0 for a free one")
     paths = [find_run(options.run_dir, name) for name in options.runs or [""]]
     from asyncrl.viewer.page import write_page
     from asyncrl.viewer.views import Views
@@ -47,7 +49,7 @@ def main(argv: list[str]) -> int:
         return 0
 
     if file.suffix != ".html" or file.is_dir():
-        raise ConfigError(f"{file}: give a name that ends with .html")
+        raise ConfigError(f"{file}: use a file name that ends with .html")
     exact = write_page(file, Views(paths, describe_ending))
     print(file)
     return 0 if exact else 1
@@ -62,8 +64,10 @@ async def _serve(views: Views, port: int, open_browser: bool) -> None:
         await server.start()
     except OSError as error:
         await server.close()
-        raise ConfigError(f"--port {port}: cannot be used ({one_line(error)}); leave it out") from None
-    print(f"{server.url}\nCtrl-C ends it", flush=True)
+        raise ConfigError(
+            f"--port {port}: cannot be used ({one_line(error)}); use another port, or omit the option"
+        ) from None
+    print(f"{server.url}\nPress Ctrl-C to stop", flush=True)
     try:
         if open_browser:
             await in_thread(partial(webbrowser.open, server.url), "browser")

@@ -1,13 +1,13 @@
-"""`asyncrl worker --join TOKEN`: runs as one more rollout worker of a run under way, or as the supervisor of
-one more server, on this or another machine, until stopped.
+"""Join an active run as one more rollout worker, or as the supervisor of one more server, on this or another
+machine, until stopped.
 
-`asyncrl invite` prints the token; `--join -` reads the token from standard input, as other users of a machine
-can see arguments. The model and plug-ins must be at the same paths as for the other workers; so must the
-weights, if `weights.directory` is a path. After SIGTERM or Ctrl-C the worker leaves: other workers continue
-its episodes, from the last turn that each episode has had. The exit code is 0 when the worker has left, or
-when the run has ended.
+`asyncrl invite` prints the token. `--join -` reads the token from standard input, because other users of a
+machine can see arguments. The model and plug-ins must be at the same paths as for the other workers, and so
+must the weights if `weights.directory` is a path. After SIGTERM or Ctrl-C the worker leaves, and other
+workers continue its episodes from the last turn of each episode. The exit code is 0 when the worker has left
+or the run has ended.
 
-With a token of `asyncrl invite --role engine`, a server is started here, or the server at --url is attached.
+With a token of `asyncrl invite --role engine`, this command starts a server or attaches the one at --url.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         "--join",
         required=True,
         metavar="TOKEN",
-        help="token that asyncrl invite printed; - reads standard input",
+        help="token printed by asyncrl invite; - reads standard input",
     )
     parser.add_argument("--url", default="", help="URL of an already running server, as seen by the workers")
     options = parser.parse_args(argv)
@@ -71,7 +71,10 @@ def main(argv: list[str]) -> int:
 
     exit_code, kept_at = joined_process.wait_for_exit(show_log=True)
     if kept_at:
-        print(f"asyncrl: the run has not got all that {planned.name} wrote: {kept_at}", file=sys.stderr)
+        print(
+            f"asyncrl: the run did not receive everything that {planned.name} wrote: {kept_at}",
+            file=sys.stderr,
+        )
     return exit_code
 
 
@@ -80,20 +83,22 @@ def run_configuration(enrolled: Enrolled) -> RunConfig:
     configuration."""
     if enrolled.version != asyncrl.__version__:
         raise ConfigError(
-            f"the run is of asyncrl {enrolled.version}, and this is {asyncrl.__version__}; install the same "
-            "here"
+            f"the run uses asyncrl {enrolled.version}, but this is {asyncrl.__version__}; install the same "
+            "version here"
         )
     try:
         return msgspec.json.decode(enrolled.config, type=RunConfig)
     except UNDECODABLE as error:
-        raise ConfigError(f"the run's configuration cannot be read here ({error}); use its version") from None
+        raise ConfigError(
+            f"the run's configuration cannot be read here ({error}); install the version of the run"
+        ) from None
 
 
 def with_server(config: RunConfig, url: str) -> RunConfig:
     """Configure only one server: at `url`, or to be started. Raises ConfigError if the server cannot be
     used."""
     if url.rstrip("/") in [engine_url.rstrip("/") for engine_url in config.engine.urls]:
-        raise ConfigError(f"--url: the server {url} is one of engine.urls: the run uses it")
+        raise ConfigError(f"--url: the run already uses the server {url}, which is in engine.urls")
     config = replace(config, engine=replace(config.engine, urls=[url] if url else []))
     check_servers(replace(config, scorers={}))  # Scorers and their models are on other machines.
     return config

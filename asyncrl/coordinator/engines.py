@@ -120,7 +120,7 @@ class EngineHandler:
 
         engine.push_s = message.seconds
         if message.postponed:
-            log.info("%s has not loaded v%d: %s", engine.name, loaded_version.step, message.error)
+            log.info("%s did not load v%d: %s", engine.name, loaded_version.step, message.error)
             engine.resend(now)
             return
 
@@ -133,7 +133,9 @@ class EngineHandler:
             return
 
         if not self.versions.same_weights(loaded_version, message.checksum):
-            log.error("%s loaded other weights as v%d: sent again", engine.name, loaded_version.step)
+            log.error(
+                "%s loaded the wrong weights for v%d; sending them again", engine.name, loaded_version.step
+            )
             self.quarantine(peer, now + LOAD_RETRY)
             return
 
@@ -258,7 +260,7 @@ class EngineHandler:
             ):
                 engine.resend(now)
                 log.warning(
-                    "%s has not loaded v%d in time; it is sent again", engine.name, versions.newest.step
+                    "%s did not load v%d in time; sending it again", engine.name, versions.newest.step
                 )
 
     # -- supervisors -------------------------------------------------------------------------------------

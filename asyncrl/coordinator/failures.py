@@ -136,7 +136,7 @@ class MemoryLimits(msgspec.Struct):
         elif self.tokens == 1 or (message.episodes == 1 and message.tokens >= self.tokens):
             raise ConfigError(
                 f"trainer rank {message.rank}: one episode of {message.tokens} tokens does not fit: "
-                f"{message.detail}; set {memory_advice(message.recomputed_every)}, then go on with "
+                f"{message.detail}; set {memory_advice(message.recomputed_every)}, then continue with "
                 "resume=auto"
             )
 

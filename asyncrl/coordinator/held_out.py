@@ -117,7 +117,9 @@ class HeldOutEpisodes:
         self._state_counts = Counter(episode.state for episode in self.episodes.values())
         self._pending_episodes = {uid: e for uid, e in self.episodes.items() if e.state is State.PENDING}
 
-    def end_session(self, cause: str = "not over in time", counts_apart: bool = False) -> list[EpisodeRecord]:
+    def end_session(
+        self, cause: str = "not finished in time", counts_apart: bool = False
+    ) -> list[EpisodeRecord]:
         """End the session. Return the episodes that were running.
 
         Unfinished episodes have failed, or are counted as begun anew if `counts_apart`.

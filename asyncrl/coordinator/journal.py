@@ -117,7 +117,7 @@ class Journal:
             return False
 
         if self._paused_at is not None:
-            log.info("the run store can be written again, after %.1f s", now - self._paused_at)
+            log.info("the run store is writable again after %.1f s", now - self._paused_at)
             self._paused_at = None
             self._liveness.note_progress(now)
 

@@ -115,26 +115,29 @@ class Ledger:
         buffer = self.buffer
 
         if buffer.prompts.order_error and buffer.missing_groups > 0:
-            return f"{buffer.prompts.order_error}; mend that, then go on with resume=auto"
+            return f"{buffer.prompts.order_error}; fix the error, then continue with resume=auto"
 
         running_numbers = (
             episode.assign_seq for episode in buffer.episodes.values() if episode.state is State.RUNNING
         )
         if common_failure := self.first_attempts.verdict(running_numbers):
-            return f"{common_failure}: {self.failed_attempts.newest}; mend that, then go on with resume=auto"
+            return (
+                f"{common_failure}: {self.failed_attempts.newest}; fix the cause, then continue with "
+                "resume=auto"
+            )
 
         if buffer.untrained_groups > MAX_UNTRAINED_BATCHES * self._config.buffer.groups_per_batch:
             return (
-                f"{buffer.untrained_groups} groups in a row could not be trained; the last one: "
-                f"{buffer.untrained_reason}; read what the model wrote (asyncrl runs transcripts --of "
-                "training) and logs/"
+                f"{buffer.untrained_groups} groups in a row could not be trained (last reason: "
+                f"{buffer.untrained_reason}); read the transcripts (asyncrl runs transcripts --of training) "
+                "and logs/"
             )
 
         if self.skipped_batches > MAX_SKIPPED_BATCHES:
             return (
-                f"the last {self.skipped_batches} batches took no optimizer step: "
-                "their gradients were not finite, "
-                "or all their tokens masked; see rewards, rollout_corr/* and staleness/* in metrics.jsonl"
+                f"the last {self.skipped_batches} batches made no optimizer step, because their gradients "
+                "were not finite or all their tokens were masked; check rewards, rollout_corr/* and "
+                "staleness/* in metrics.jsonl"
             )
 
         return ""
@@ -191,7 +194,7 @@ class Ledger:
             try:
                 frames += list(self._store.reader.turn_frames(episode.uid, session + 1, kinds, session))
             except StoreError as error:
-                log.error("episode %s: a turn that was under way begins anew: %s", episode.uid, error)
+                log.error("episode %s: restarting its unfinished turn: %s", episode.uid, error)
                 del episode.open[session]
 
         return frames

@@ -93,10 +93,8 @@ class Lifecycle:
             case Phase.RUNNING if self._training_over():
                 account = self.ledger.buffer.account()
                 if self.batches.over and 0 < account.issued == account.failed:
-                    cause = (
-                        f"all episodes failed, and the data are over: {self.ledger.failed_attempts.newest}"
-                    )
-                    self.abort_run(f"{cause}; mend that, and begin another run", now)
+                    cause = f"all episodes failed, and no data are left: {self.ledger.failed_attempts.newest}"
+                    self.abort_run(f"{cause}; fix the cause, then start a new run", now)
                     return
 
                 self.workers.cancel_episodes(self.ledger.buffer.drop_all(DropReason.END_OF_DATA))
@@ -120,7 +118,7 @@ class Lifecycle:
 
             case Phase.STOPPING:
                 remaining = f"for at most {self._deadline - now:.0f} s more"
-                self.fleet.waits.append(f"a checkpoint after the part of the plan under way, {remaining}")
+                self.fleet.waits.append(f"a checkpoint after the current part of the plan, {remaining}")
 
             # A trainer that repeats steps after a crash is alive.
             case Phase.STARTING if now > max(
@@ -131,10 +129,11 @@ class Lifecycle:
                     reasons.append("the trainer has not published the first version")
                     reasons += [f"{name}: {wait}" for name, wait in self.trainer.starting_waits(now)]
                 if self.engines.missing_server:
-                    reasons.append(f"there is not yet {self.engines.missing_server}")
+                    reasons.append(f"still missing: {self.engines.missing_server}")
 
                 time_limit = (
-                    f"{self.fleet.liveness.start_seconds:.0f} s (launch.start_timeout, and reading models)"
+                    f"{self.fleet.liveness.start_seconds:.0f} s (launch.start_timeout plus the time to read "
+                    "models)"
                 )
                 raise ProtocolError(f"not started within {time_limit}: {'; '.join(reasons) or 'unknown'}")
 
@@ -155,7 +154,7 @@ class Lifecycle:
 
     def abort_run(self, error: str, now: float) -> None:
         """Stop a run that cannot go on: the run writes a checkpoint first. The outcome is "failed"."""
-        log.error("the run cannot go on: %s", error)
+        log.error("the run cannot continue: %s", error)
         self.error = error
         self.stop_run(error, now)
 
@@ -167,9 +166,7 @@ class Lifecycle:
     def conclude_run(self) -> None:
         """Write the summary. A run without an exact account has failed. Raises StoreError and OSError."""
         if not self.reporter.audit():
-            self.fail_run(
-                "; ".join(filter(None, [self.error, f"the account of the episodes: {NOT_CONSERVED}"]))
-            )
+            self.fail_run("; ".join(filter(None, [self.error, f"episode counts: {NOT_CONSERVED}"])))
         self.reporter.write_summary(self.outcome, self.error)
 
     def _enter_phase(self, phase: Phase, now: float, seconds: float = 0.0) -> None:

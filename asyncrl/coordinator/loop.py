@@ -60,7 +60,7 @@ def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
     try:
         coordinator.loop()
     except SupersededError as error:
-        log.error("%s: this one leaves", error)
+        log.error("%s: this coordinator exits", error)
         return 1
     finally:
         coordinator.close()
@@ -168,7 +168,7 @@ class Coordinator:
         except SupersededError:
             raise  # another coordinator has taken over the run, with its peers and its summary
         except AsyncrlError as error:
-            log.exception("the run cannot go on")
+            log.exception("the run cannot continue")
             self.lifecycle.fail_run(one_line(error))
             self.journal.roll_back()
             durable = True
@@ -190,7 +190,7 @@ class Coordinator:
         gap = now - self._last_pass_at - PASS_SECONDS
         self._last_pass_at = now
         if gap > self.config.launch.lease / 4:  # messages waited meanwhile
-            log.warning("the coordinator did not run for %.1f s: all leases are extended", gap)
+            log.warning("the coordinator was suspended for %.1f s; extending all leases", gap)
             self.workers.extend_leases(now, gap)
             for peers in (*self.engines.supervised_peers, self.trainer.ranks.peers):
                 peers.extend_leases(now, gap)
@@ -298,7 +298,7 @@ class Coordinator:
             case shared.Stop() if peer in self.observers:
                 self.lifecycle.stop_run(message.reason, now, message.save)
             case shared.Stop():
-                log.warning("a stop from %s, which is no launcher of this run, is ignored", peer.decode())
+                log.warning("ignoring a stop from %s, which is not a launcher of this run", peer.decode())
             case _:
                 assert_never(message)
 
@@ -445,7 +445,7 @@ class Coordinator:
         ranks_wait = waits_for_engines and published and not self.lifecycle.ending
 
         if ranks_wait and (damage := self.engines.pop_load_failure()):
-            damage += "; the next trainer publishes it anew"
+            damage += "; the next trainer publishes it again"
             self._request_replacement(shared.Replace("trainer", damage, ranks.incarnation))
             # No second replacement before the next trainer sends a request.
             ranks.open_request = None
@@ -455,7 +455,7 @@ class Coordinator:
         if not stalled or self.lifecycle.ending:  # a stop has its own deadline
             return
 
-        stall_report = f"{stalled}: {'; '.join(self.reporter.describe_waits()) or 'no wait is known'}"
+        stall_report = f"{stalled}: {'; '.join(self.reporter.describe_waits()) or 'no known waits'}"
         is_training = self.lifecycle.phase in (Phase.RUNNING, Phase.DRAINING)
         if is_training and self.trainer.is_hanging(now):
             self._request_replacement(shared.Replace("trainer", f"the trainer hangs, {stall_report}"))

@@ -32,8 +32,8 @@ def recover_commits(state: RunState, step: int, now: float) -> None:
     checkpoints = checkpoints_of(state.config, state.run_dir)
 
     refusal = (
-        f"the trainer's checkpoint is of step {step}, the run store knows {known_steps} steps: "
-        "checkpoint and store are not of one run"
+        f"the trainer's checkpoint is of step {step}, but the run store has {known_steps} steps: they "
+        "belong to different runs"
     )
     with ProtocolError.instead_of(CheckpointError, text=refusal, advice=ADVICE):
         manifests = checkpoints.lineage(step, known_steps)
@@ -58,7 +58,8 @@ def recover_commits(state: RunState, step: int, now: float) -> None:
     store.request_sync()
 
     log.warning(
-        "the run store had lost steps %d to %d: %d trajectories are trained, by the checkpoints' manifests",
+        "the run store had lost steps %d to %d: according to the checkpoints' manifests, %d trajectories "
+        "were trained",
         known_steps + 1,
         step,
         recovered_count,

@@ -98,7 +98,7 @@ class Peers(Generic[P]):
 
         is_foreign = launch_of(incarnation) not in ("", self._fleet.launch)
         if is_foreign or is_older(incarnation, newest_incarnation):
-            log.warning("%s was replaced: it is told to end", peer.decode(errors="replace"))
+            log.warning("%s was replaced and is told to exit", peer.decode(errors="replace"))
             self._outbox.to_control(peer, shared.Stop("another process has taken its place"))
             return None
 
@@ -173,8 +173,12 @@ class Peers(Generic[P]):
                 self._lost_processes[index] = incarnation, now
 
         lost_indices = self._lost_processes.keys()
-        states = {index: "silent" if index in lost_indices else "starting" for index in vacant_indices}
-        waits = [f"{self._role}-{index} is {state}: it is not used" for index, state in states.items()]
+        waits = [
+            f"{self._role}-{index} is silent and gets no work"
+            if index in lost_indices
+            else f"{self._role}-{index} is starting"
+            for index in vacant_indices
+        ]
         return waits, replacements
 
 
@@ -213,7 +217,7 @@ class EnrolmentHandler:
     def add_token(self, message: shared.Invite, now: float) -> None:
         if message.role not in self._planned_processes or message.token in self._gate.role_by_key:
             log.warning(
-                "no token for a process of role %r: only %s may join",
+                "no token for a process of role %r: only %s can join",
                 message.role,
                 [*self._planned_processes],
             )
@@ -271,7 +275,7 @@ class WrittenFiles:
         role = role_of(peer)
         kind, _, file_name = message.name.partition("/")
         if not file_name.startswith("step-" if kind == "ratios" and role == "trainer" else f"{role}-"):
-            log.warning("%s sends %s, which is not its own", peer.decode(), message.name)
+            log.warning("%s sends %s, which belongs to another process", peer.decode(), message.name)
             return
 
         name, last_offset, received_bytes, _ = self._senders.get(peer, ("", 0, 0, now))

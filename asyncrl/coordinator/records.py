@@ -100,7 +100,7 @@ class RecordHandler:
                 replies = decode_reply(frame).replies
                 if not 0 <= message.turn < episode.turns:
                     raise ProtocolError(
-                        f"episode {episode.uid}: replies to turn {message.turn}, which is not there"
+                        f"episode {episode.uid}: replies to turn {message.turn}, which does not exist"
                     )
 
                 self.store.put_frame(episode.uid, message.turn, "replied", frame)
@@ -197,7 +197,7 @@ class RecordHandler:
         episode_tokens = episode.tokens + episode.untrained_tokens
         if episode_tokens + len(turn.context) + model_tokens > self._max_episode_tokens:
             limit = f"{self._max_episode_tokens} tokens (rollout.max_tokens)"
-            raise ProtocolError(f"episode {episode.uid}: turn {message.turn} makes it longer than {limit}")
+            raise ProtocolError(f"episode {episode.uid}: turn {message.turn} exceeds the limit of {limit}")
 
         self.store.put_frame(episode.uid, message.turn, "generated", frame)
         add_turn(episode, turn, message.seconds)

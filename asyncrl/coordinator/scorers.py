@@ -60,7 +60,7 @@ class ScorerHandler:
     def welcome_supervisor(self, peer: bytes, message: SupervisorHello, now: float) -> None:
         """Handle the hello of a supervisor, first or repeated."""
         if message.index >= len(self._servers):
-            self.journal.outbox.to_control(peer, Stop(f"there is no scorer {message.index}"))
+            self.journal.outbox.to_control(peer, Stop(f"no scorer {message.index}"))
             return
 
         name = "scorer {} {}".format(*self._servers[message.index])

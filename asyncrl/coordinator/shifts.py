@@ -134,7 +134,7 @@ class ShiftHandler:
         elif shifts.shift is Shift.WAKING and ranks.offloaded:
             waits.append(f"engines wait for their shift: v{self.batches.committed} must be written first")
         elif shifts.shift is Shift.WAKING:
-            waits.append("engines wait for their shift: the trainer must rest first")
+            waits.append("engines wait for their shift: the trainer must offload first")
 
             # Ranks may take the time of a start from the order to rest on, as ranks read as much at a start.
             time_limit = self.fleet.liveness.start_seconds
@@ -142,7 +142,7 @@ class ShiftHandler:
                 self._deadline_start = now
             elif now > self._deadline_start + time_limit:
                 self._deadline_start = now  # new processes have as much time
-                reason = f"the trainer has not come to rest within {time_limit:g} s"
+                reason = f"the trainer has not offloaded within {time_limit:g} s"
                 self._replace(Replace("trainer", reason, ranks.incarnation))
 
     def _request_outlook(self) -> Outlook:

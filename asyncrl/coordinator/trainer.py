@@ -174,7 +174,7 @@ class TrainerHandler:
             )
             raise ProtocolError(
                 f"the trainer's checkpoint is of step {step}, but the run store holds the plans of {steps}: "
-                "checkpoint and store are not of one run; restore both from the same copy"
+                "they belong to different runs; restore both from the same copy"
             )
 
     def note_heartbeat(self, peer: bytes, message: trainer.TrainerHeartbeat, now: float) -> None:
@@ -306,9 +306,9 @@ class TrainerHandler:
             self._given_up_epoch = message.trainer_epoch
             self.store.put_meta("given_up", str(self._given_up_epoch))
 
-        stop_reason = "it is left out, back to the newest checkpoint"
+        stop_reason = "it is skipped, and training returns to the newest checkpoint"
         if message.reason == "memory":
-            stop_reason = f"it is tried again: {limits.describe_change(message)}"
+            stop_reason = f"retrying it: {limits.describe_change(message)}"
         self.outbox.to_control(peer, shared.Stop(stop_reason))
         return running_episodes
 
@@ -322,15 +322,15 @@ class TrainerHandler:
         self._spiked_step = step
 
         if self.config.trainer.on_spike == "stop" or self._spike_count > MAX_SPIKES:
-            remedy = ", or leave it out by trainer.on_spike=rollback"
+            remedy = ", or skip such batches with trainer.on_spike=rollback"
             if self._spike_count > MAX_SPIKES:
-                remedy = f"; {MAX_SPIKES} other batches were left out of this step before it"
+                remedy = f"; {MAX_SPIKES} other batches of this step were skipped before"
             raise ProtocolError(
-                f"{message.detail}; it is not trained, and its plan is kept; resume=auto repeats it, from "
-                f"the newest checkpoint: set a smaller trainer.lr or another loss{remedy}"
+                f"{message.detail}; it is not trained, and its plan is kept; resume=auto repeats it from the "
+                f"newest checkpoint: set a smaller trainer.lr or another loss{remedy}"
             )
 
-        log.warning("%s; left out: %s", message.detail, " ".join(batch.uids))
+        log.warning("%s; skipped: %s", message.detail, " ".join(batch.uids))
         return self.batches.leave_out_batch(DropReason.SPIKE)
 
     def record_version(self, message: trainer.Published, now: float) -> None:
@@ -419,7 +419,7 @@ class TrainerHandler:
         if not self._checkpoint_problem:
             return ""
         if self.checkpoint_step < 0:
-            return f"{self._checkpoint_problem}; there is no checkpoint yet"
+            return f"{self._checkpoint_problem}; no checkpoint exists yet"
         return f"{self._checkpoint_problem}; the newest checkpoint is of step {self.checkpoint_step}"
 
     def describe_unsaved_stop(self, reason: str) -> str:

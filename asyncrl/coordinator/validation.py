@@ -104,7 +104,9 @@ class Validation:
 
         if self.session is not None:
             log.warning(
-                "validation of step %d left out: that of step %d is not over", step, self.session.step
+                "skipping the validation of step %d: that of step %d has not finished",
+                step,
+                self.session.step,
             )
         if self.session is not None or ref is None:
             return False
@@ -124,7 +126,7 @@ class Validation:
         if not stored and committed == 0:
             self.begin_session(0, True, now)
         elif start is not None and not (training_over and start.step == committed):
-            log.warning("the validation of step %d was cut short: it goes on", start.step)
+            log.warning("continuing the interrupted validation of step %d", start.step)
             restarted = replace(start, settings=self.config.held_out_settings)
             if not self._start_session(restarted, now):
                 self.begin_session(committed, start.final, now)
@@ -203,7 +205,7 @@ class Validation:
 
         is_late = self.fleet.engine_time(now) > self.deadline
         if is_late:
-            log.error("validation of step %d abandoned: not done by its deadline", session.step)
+            log.error("validation of step %d abandoned: not finished by its deadline", session.step)
         if is_late or not self._in_flight:
             self._end_session(session)
             return
@@ -243,7 +245,7 @@ class Validation:
         episode_count = len(self.episodes.episodes)
         ended_count = episode_count - self._in_flight
         self.fleet.waits.append(
-            f"the validation of step {session.step}: {ended_count} of {episode_count} episodes are over"
+            f"the validation of step {session.step}: {ended_count} of {episode_count} episodes finished"
         )
 
     @property

@@ -33,7 +33,7 @@ def collect_notes(checks: Iterable[Check], inputs: Inputs) -> Iterator[Note]:
     for check in checks:
         if failed_requirements := [name for name in check.required_checks if name in failed_checks]:
             failed_checks.add(check.name)
-            yield Note("skipped", f"not checked: it needs {failed_requirements[0]}", check.name)
+            yield Note("skipped", f"not checked: requires {failed_requirements[0]}", check.name)
             continue
 
         try:

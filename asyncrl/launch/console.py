@@ -89,13 +89,19 @@ class Console:
         if VALIDATED in metrics:
             self.state.validation = metrics
             reason = (
-                "without a reward" if HIGHEST in metrics else "no result, as it was not done by its deadline"
+                "without a reward"
+                if HIGHEST in metrics
+                else "no result, because it did not finish before its deadline"
             )
             self._print_plain(f"validation at step {step}: {', '.join(figures(HELD_OUT, metrics)) or reason}")
             return
 
         self.state.record_step(step, metrics)
         self._print_plain(plain_line(self.state, with_waits=False))
+
+    def drop_steps_after(self, step: int) -> None:
+        """Drop the points of the curves beyond the step from which a run continues."""
+        self.state.drop_steps_after(step)
 
     def print_note(self, text: str) -> None:
         """Print an event that is worth a line in every mode but `off`."""

@@ -55,7 +55,9 @@ class RunData(NamedTuple):
             if self.test is not None:
                 self.test.save(samples_path(run_dir, "test"))
         except OSError as error:
-            raise ConfigError(f"{run_dir}: no room for the samples ({error}); set run_dir=…") from error
+            raise ConfigError(
+                f"{run_dir}: not enough space for the samples ({error}); set run_dir=…"
+            ) from error
 
 
 def check_data(parts: EpisodeParts) -> RunData:
@@ -69,7 +71,7 @@ def check_data(parts: EpisodeParts) -> RunData:
 
     if len(train) < config.buffer.groups_per_batch:
         raise ConfigError(
-            f"data.train: {len(train)} samples are less than one batch; lower buffer.groups_per_batch "
+            f"data.train: {len(train)} samples are fewer than one batch; lower buffer.groups_per_batch "
             f"({config.buffer.groups_per_batch}) or add samples"
         )
 
@@ -106,7 +108,7 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
         )
         if problems:
             raise ConfigError(
-                f"data.{split}: {'; '.join(problems)}; add it to rollout.tools, or correct the data"
+                f"data.{split}: {'; '.join(problems)}; add it to rollout.tools, or fix the data"
             )
         warnings += [f"data.{split}: {line}; ignored" for line in ignored_lines]
 
@@ -159,7 +161,7 @@ def prepare_samples(
     except OSError as error:
         temporary_directory = tempfile.gettempdir()
         raise ConfigError(
-            f"{data_key}: no room for the samples in {temporary_directory} ({error}); set TMPDIR"
+            f"{data_key}: not enough space for the samples in {temporary_directory} ({error}); set TMPDIR"
         ) from error
 
     return samples, [
@@ -199,9 +201,9 @@ def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
     change_tool_count = sum(hasattr(getattr(state, "func", state), "result") for state in states)
     if uses_tests and change_tool_count != 1:
         problem = (
-            f"{change_tool_count} of rollout.tools leave changes"
+            f"{change_tool_count} of rollout.tools change files"
             if change_tool_count
-            else "nothing works on its tasks"
+            else "nothing can work on its tasks"
         )
         raise ConfigError(f"{problem}; set rollout.agent, or rollout.tools=[shell], [python] or [workspace]")
     return warnings
@@ -222,7 +224,7 @@ class PromptBudget:
     count_tokens: Callable[[Sample], int]
     count_fixed_tokens: Callable[[Sample], int]
     limit_meaning: str = ""
-    overlong_fate: str = "their episodes fail"
+    overlong_fate: str = "their episodes will fail"
     fitting_count: int = 0
     overlong_count: int = 0
     empty_count: int = 0
@@ -281,25 +283,25 @@ class PromptBudget:
 
         size_text = f"more than {self.limit} tokens (the longest {self.longest_tokens})"
         overlong_text = f"{count_text} {self.kind} have {size_text}{self.limit_meaning}"
-        empty_text = f"{self.empty_count} {self.kind} have an empty message of the assistant"
+        empty_text = f"{self.empty_count} {self.kind} have an empty assistant message"
 
         if nothing_fits and (self.overlong_count or self.empty_count):
             advice = (
                 f"{overlong_text}; raise rollout.max_tokens"
                 if self.overlong_count
-                else f"{empty_text}, and there are no others"
+                else f"{empty_text}, and no others are left"
             )
             raise ConfigError(advice)
 
         fate_text = f"; {self.overlong_fate}: set data.filter_overlong=true, or raise rollout.max_tokens"
         if filter_overlong:
-            fate_text = "; they were left out (data.filter_overlong)"
+            fate_text = "; left out (data.filter_overlong)"
 
         lines = []
         if self.overlong_count:
             lines.append(f"{overlong_text}{fate_text}")
         if self.empty_count:
-            lines.append(f"{empty_text}; they were left out")
+            lines.append(f"{empty_text}; left out")
         return lines
 
 
@@ -352,6 +354,6 @@ def prompt_budgets(parts: EpisodeParts) -> PromptBudgets:
         prompt_tokens,
         shown_prompt_tokens,
         limit_meaning=f", which leaves fewer than {room_left} tokens for a turn (rollout.max_new_tokens)",
-        overlong_fate="their episodes are cut short or fail",
+        overlong_fate="their episodes will be cut short or fail",
     )
     return PromptBudgets(prompts, conversations)

@@ -140,7 +140,7 @@ def describe_costs(config: RunConfig, has_gpu: bool | None) -> list[str]:
     if is_timed and uses_gpu(config, has_gpu) is False:
         speedup = cpu_speed("bfloat16", 512) / cpu_speed("float32", 512)
         if speedup > 1.1:
-            speed_note = f" (bfloat16 multiplies {speedup:.1f} times as fast on this CPU)"
+            speed_note = f" (bfloat16 is {speedup:.1f} times as fast on this CPU)"
 
     pause = config.checkpoint.pause
     interval_text = f"every {pause} steps" if pause < config.total_steps else "at the end"
@@ -181,22 +181,22 @@ def describe_work(config: RunConfig, train_count: int, test_count: int, prompt_t
     warmup_steps = config.trainer.warmup_steps
     critic_warmup_steps = config.critic.warmup_steps * needs_critic(config)
     lines = [
-        f"data          {train_count:,} samples, {batch_groups} a step: {pass_count:.2g} passes in "
+        f"data          {train_count:,} samples, {batch_groups} per step: {pass_count:.2g} passes in "
         f"{total_steps} steps"
     ]
     if 0 < last_step < total_steps:
-        lines.append(f"              data.epochs={epochs} ends the run before, at step {last_step}")
+        lines.append(f"              data.epochs={epochs} ends the run earlier, at step {last_step}")
 
     lengths = (
-        f"lengths       prompt, turns and replies share rollout.max_tokens={rollout.max_tokens}, a turn has "
-        f"at most rollout.max_new_tokens={rollout.max_new_tokens}"
+        f"lengths       prompt, turns and replies together: rollout.max_tokens={rollout.max_tokens}, one "
+        f"turn: rollout.max_new_tokens={rollout.max_new_tokens}"
     )
     if prompt_tokens > 0:
-        lengths += f"; the first prompt has {prompt_tokens}"
+        lengths += f"; first prompt: {prompt_tokens}"
     lines.append(lengths)
 
     if test_count and validation.samples:
-        schedule_text = " and greedily" if validation.greedy else ""
+        schedule_text = " and greedy" if validation.greedy else ""
         if validation.every > 0:
             schedule_text += f", every {validation.every} steps,"
         lines.append(
@@ -205,10 +205,10 @@ def describe_work(config: RunConfig, train_count: int, test_count: int, prompt_t
         )
 
     if warmup_steps:
-        lines.append(f"warm-up       of the learning rate: {warmup_steps} steps (trainer.warmup_steps)")
+        lines.append(f"warm-up       learning rate: {warmup_steps} steps (trainer.warmup_steps)")
     if critic_warmup_steps:
         lines.append(
-            f"warm-up       of the critic, the policy waits: {critic_warmup_steps} steps "
+            f"warm-up       critic, before the policy trains: {critic_warmup_steps} steps "
             "(critic.warmup_steps)"
         )
     return lines
@@ -257,9 +257,9 @@ def describe_time(config: RunConfig, test_count: int, prompt_tokens: int) -> Ite
     )
 
     yield (
-        f"time          about {duration_text(total_seconds)}, a step {duration_text(training_seconds)} of "
-        f"training and {duration_text(sampling_seconds)} of sampling side by side, if episodes fill "
-        "rollout.max_tokens; by this CPU's speed in products"
+        f"time          about {duration_text(total_seconds)}, with {duration_text(training_seconds)} of "
+        f"training and {duration_text(sampling_seconds)} of sampling per step in parallel, if episodes fill "
+        "rollout.max_tokens; estimated from this CPU's speed in matrix products"
     )
 
 
@@ -281,7 +281,7 @@ def cost_warnings(config: RunConfig, has_gpu: bool | None) -> Iterator[str]:
             yield (
                 f"trainer.lr={config.trainer.lr:g} is far from the usual {usual_rate:.1g} for "
                 f"{trained_text}: less than {lowest_rate:.1e} or more than {highest_rate:.1e} is probably a "
-                "mistake (docs/guides/models.md)"
+                "mistake (see docs/guides/models.md)"
             )
 
     needed_bytes = _checkpoint_count(config) * checkpoint_bytes(config)
@@ -289,13 +289,13 @@ def cost_warnings(config: RunConfig, has_gpu: bool | None) -> Iterator[str]:
     if directory and needed_bytes > _free_bytes(directory):
         yield (
             f"checkpoints need {format_bytes(needed_bytes)} (checkpoint.keep and one being written), and "
-            f"{directory} has {format_bytes(_free_bytes(directory))} free; free some, or set "
+            f"{directory} has {format_bytes(_free_bytes(directory))} free; free some space, or set "
             "checkpoint.directory"
         )
 
     if config.model.dtype == "bfloat16" and not multiplies_bfloat16(uses_gpu(config, has_gpu)):
         yield (
-            "model.dtype=bfloat16 takes many times the time of float32 on this machine, which has no "
+            "model.dtype=bfloat16 is many times slower than float32 on this machine, which has no "
             "instructions for it; set model.dtype=float32, or auto"
         )
 
@@ -305,8 +305,8 @@ def cost_warnings(config: RunConfig, has_gpu: bool | None) -> Iterator[str]:
     is_local_cpu = config.launch.kind == "local" and uses_gpu(config, has_gpu) is False
     if is_local_cpu and config.launch.threads > 1 and busy_threads > core_count:
         yield (
-            f"launch.threads={config.launch.threads} makes {busy_threads} busy threads on {core_count} "
-            "cores: OpenMP threads that wait for each other take many times as long (7 s became 95 s); set "
+            f"launch.threads={config.launch.threads} means {busy_threads} busy threads on {core_count} "
+            "cores: OpenMP threads that wait for each other become many times slower (7 s became 95 s); set "
             "launch.threads=1"
         )
 

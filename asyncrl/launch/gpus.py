@@ -30,7 +30,9 @@ def check_gpus(inputs: Inputs) -> Iterator[Note]:
         gpu_count = cuda.device_count() if cuda.is_available() else 0
         gpu_properties = [cuda.get_device_properties(index) for index in range(gpu_count)]
     except RuntimeError as error:
-        raise ConfigError(f"torch cannot use the GPUs: {one_line(error)}; nvidia-smi may say more") from None
+        raise ConfigError(
+            f"torch cannot use the GPUs: {one_line(error)}; see the output of nvidia-smi"
+        ) from None
 
     if gpu_properties:
         yield ok(
@@ -59,14 +61,14 @@ def _explain_unusable_gpus() -> str:
     driver, newest_cuda = gpu_driver()
     newest_major = newest_cuda.partition(".")[0]
     built_cuda = version.cuda
-    fitting_torch = f"a torch that is built for CUDA {newest_major or 'of the driver'}"
+    fitting_torch = f"a torch built for CUDA {newest_major or 'of the driver'}"
 
     if not built_cuda:
-        return f"it is built without CUDA; install {fitting_torch}"
+        return f"torch is built without CUDA; install {fitting_torch}"
 
-    versions_text = f"it is built for CUDA {built_cuda}"
+    versions_text = f"torch is built for CUDA {built_cuda}"
     if newest_cuda:
-        versions_text += f", and the driver ({driver}) runs CUDA {newest_cuda} at most"
+        versions_text += f", and the driver ({driver}) supports CUDA {newest_cuda} at most"
     if newest_major and int(newest_major) < int(built_cuda.partition(".")[0]):
         return f"{versions_text}; install a driver for CUDA {built_cuda}, or {fitting_torch}"
 
@@ -136,10 +138,10 @@ def check_nccl(inputs: Inputs) -> Iterator[Note]:
         yield ok(loaded_nccl_version())
     elif inputs.config.trainer.ranks > 1 or inputs.config.weights.transport != "disk":
         raise ConfigError(
-            "this torch has no NCCL, which several ranks on GPUs need; install a torch that has it"
+            "this torch has no NCCL, which several ranks on GPUs need; install a torch with NCCL"
         )
     else:
-        yield ok("none; one rank, and weights through files, do without")
+        yield ok("none; not needed for one rank and weights through files")
 
 
 @preflight_check("network", requires=("libraries",))
@@ -166,16 +168,17 @@ def check_network(inputs: Inputs) -> Iterator[Note]:
     problem = ""
     if interface_setting and not usable_names:
         problem = (
-            f"{INTERFACE_VARIABLE}={interface_setting} matches none that is up ({seen_text}); correct it, or "
-            "unset it"
+            f"{INTERFACE_VARIABLE}={interface_setting} matches no interface that is up ({seen_text}); "
+            "correct it, or unset it"
         )
     elif (is_on_ray or has_remote_servers) and all("loopback" in stats[name].flags for name in usable_names):
         problem = (
-            f"only loopback is left ({seen_text}): other machines cannot be reached; see {INTERFACE_VARIABLE}"
+            f"only the loopback interface is left ({seen_text}), so other machines cannot be reached; check "
+            f"{INTERFACE_VARIABLE}"
         )
     elif has_remote_servers and not interface_setting and len(usable_names) > 1:
         problem = (
-            f"NCCL may take any of {seen_text}; export {INTERFACE_VARIABLE}=NAME here and for the servers"
+            f"NCCL may choose any of {seen_text}; export {INTERFACE_VARIABLE}=NAME here and for the servers"
         )
 
     if not problem or not (is_on_ray or uses_nccl(config)):

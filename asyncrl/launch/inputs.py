@@ -83,16 +83,16 @@ class Inputs:
             raise ConfigError(f"rollout.agent.{name}: {error}") from error
         except (AsyncrlError, TimeoutError) as error:
             place_text = "in the sandbox"
-            advice = ", show what it needs to read, or set sandbox: none"
+            advice = ", add the paths that it reads to show, or set sandbox: none"
             if self.image_tasks:
                 place_text = "in the image of a task"
                 advice = ", or install it in the image"
             elif agent.sandbox == "none":
                 place_text = "here"
                 advice = ""
-            reason = str(error) or "it has not answered in time"
+            reason = str(error) or "no answer in time"
             raise ConfigError(
-                f"rollout.agent.{name}: it cannot be run {place_text}: {reason}; give its path as "
+                f"rollout.agent.{name}: cannot be run {place_text}: {reason}; give its path as "
                 f"program{advice}"
             ) from error
 

@@ -63,8 +63,8 @@ class Ticket:
         """Enter the launcher's directory, and set the secret variables. Raises ConfigError."""
         if self.working_directory and not Path(self.working_directory).is_dir():
             raise ConfigError(
-                f"{socket.gethostname()}: the launcher's directory {self.working_directory} is not on this "
-                "machine; start asyncrl in a directory that all machines have"
+                f"{socket.gethostname()}: the launcher's directory {self.working_directory} does not exist "
+                "on this machine; start asyncrl in a directory that all machines have"
             )
 
         os.chdir(self.working_directory or ".")
@@ -86,7 +86,7 @@ class JoinedProcess:
         # The directory holds the configuration of the process, and records how much of its files was sent.
         process_directory = run_dir / process_spec.process.name
 
-        with ConfigError.instead_of(OSError, text=f"run_dir: on {host} it cannot be written to"):
+        with ConfigError.instead_of(OSError, text=f"run_dir: not writable on {host}"):
             self._directory_lock = claim_directory(launch_directory, run_name, host)
             process_directory.mkdir(parents=True, exist_ok=True)
             (process_directory / "started").write_text(ticket.start_file_text)

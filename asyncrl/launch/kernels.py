@@ -41,10 +41,10 @@ def check_kernels(inputs: Inputs) -> Iterator[Note]:
             check_package(package, model_file, f"{key} ({model_type})", inputs.config)
 
     if not packages:
-        yield ok("none: no layer of the model carries a state")
+        yield ok("not needed: no layer of the model carries a state")
         return
     listed = ", ".join(f"{module} {version}" for module, version in packages.items())
-    yield ok(f"for layers that carry a state: {listed} (torch computes what no kernel does)")
+    yield ok(f"for layers that carry a state: {listed} (torch computes the rest)")
 
 
 def trained_models(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -85,14 +85,14 @@ def check_package(package: KernelPackage, model_file: str, model_name: str, conf
         )
         supported = f"{package.distributions[-1]}>={package.oldest_version}"
         raise ConfigError(
-            f"{described}, {calls}; these need {supported}: pip install '{supported}' (with a GPU), or "
+            f"{described}, {calls}; they need {supported}: pip install '{supported}' (with a GPU), or "
             f"{removal}"
         )
 
     has_gpu = uses_gpu(config, sees_gpu(config))
     if has_gpu is False and package.module in bound_packages(model_file):
         raise ConfigError(
-            f"{name} is installed, {calls}; these need a GPU, and this run uses none: {removal} (torch then "
+            f"{name} is installed, {calls}; they need a GPU, and this run uses none: {removal} (torch then "
             "computes these layers)"
         )
 

@@ -75,7 +75,8 @@ def check_python(inputs: Inputs) -> Iterator[Note]:
     text = f"{platform.python_version()} ({sys.executable}), asyncrl {asyncrl.__version__}"
     if CRASHING_PYTHONS[0] <= sys.version_info[:3] < CRASHING_PYTHONS[1]:
         yield warning(
-            f"{text}: it crashes after some failed writes (docs/start/install.md); take a newer 3.12"
+            f"{text}: this version crashes after some failed writes (see docs/start/install.md); "
+            "use a newer 3.12"
         )
     else:
         yield ok(text)
@@ -93,9 +94,7 @@ def check_libraries(inputs: Inputs) -> Iterator[Note]:
         import asyncrl.episodes.parts  # noqa: F401 (now, without garbage collection)
 
     if failure:
-        raise ConfigError(
-            f"torch and transformers cannot be imported ({failure.line}); install asyncrl again"
-        )
+        raise ConfigError(f"torch and transformers cannot be imported ({failure.line}); reinstall asyncrl")
     yield ok(f"torch {torch_version}, transformers {transformers.__version__}")
 
 
@@ -112,10 +111,10 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
         yield ok(f"not used: engine.name is {engine.name}")
         return
     if not starts_local_servers(config):
-        yield ok("on other machines, or started already: not looked at here")
+        yield ok("not checked: the servers run on other machines or are already running")
         return
     if not Path(program).name.startswith("python"):
-        yield ok(f"{program} is not Python: its version is seen when the server starts")
+        yield ok(f"{program} is not Python; the version is checked when the server starts")
         return
 
     needed_modules: list[str] = []
@@ -139,7 +138,7 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
             reason = f"no answer within {error.timeout:g} s"
         elif isinstance(error, subprocess.CalledProcessError):
             reason = (error.stderr.strip().splitlines() or [f"it {describe_exit(error.returncode)}"])[-1]
-        yield warning(f"{program}: no version of sglang could be read ({reason}); install it there")
+        yield warning(f"{program}: cannot read the version of sglang ({reason}); install sglang there")
         return
 
     if not completed.stdout.strip():
@@ -149,8 +148,9 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
     advice = f"{program} -m pip install sglang=={sglang_version}"
     if sglang_version != TESTED_VERSION:
         yield warning(
-            f"{program} has sglang {sglang_version}; tested is {TESTED_VERSION}. Each server is checked "
-            "when it starts, and refused if it lacks what the run needs"
+            f"{program} has sglang {sglang_version}; the tested version is {TESTED_VERSION}. Each server is "
+            "checked "
+            "when it starts, and refused if it lacks a feature that the run needs"
         )
 
     if any(line.startswith(MISSING_CLASS) for line in module_lines):
@@ -171,8 +171,8 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
 def check_ports(inputs: Inputs) -> Iterator[Note]:
     launch = inputs.config.launch
     choose_endpoints(launch.host, launch.port)
-    ports_text = f"{launch.port} to {launch.port + 2}" if launch.port else "free ones (launch.port=0)"
-    yield ok(f"{ports_text} on {launch.host} can be bound")
+    ports_text = f"{launch.port} to {launch.port + 2}" if launch.port else "any free ports (launch.port=0)"
+    yield ok(f"{ports_text} on {launch.host} are available")
 
 
 @preflight_check("loopback")
@@ -181,7 +181,7 @@ def check_loopback(inputs: Inputs) -> Iterator[Note]:
     interface is missing or down, as in some sandboxes, a port can be bound but nobody can connect."""
     host = inputs.config.launch.host
     address = own_address() if host == EVERY_ADDRESS else host
-    text = f"launch.host: this machine does not reach itself at {address}"
+    text = f"launch.host: this machine cannot reach itself at {address}"
     advice = "bring its loopback interface up: ip link set lo up"
 
     (port,) = free_ports(address, 0, 1)
@@ -203,7 +203,7 @@ def check_open_files(inputs: Inputs) -> Iterator[Note]:
 
     text = f"{ROLE_FILE_LIMIT} per process of a run (ulimit -n: {FILE_LIMIT}, at most {HARD_FILE_LIMIT})"
     shortage_text = (
-        f"{text}: {wanted_connections} connections to the coordinator have no room; raise the hard limit"
+        f"{text}: {wanted_connections} connections to the coordinator do not fit; raise the hard limit"
     )
     yield ok(text) if wanted_connections <= free_files else warning(shortage_text)
 
@@ -214,7 +214,7 @@ def check_shared_memory(inputs: Inputs) -> Iterator[Note]:
     from asyncrl.weights.disk import SHARED_MEMORY, space_needed
 
     if not SHARED_MEMORY.is_dir():
-        yield warning(f"{SHARED_MEMORY} is missing: weights go through the run directory, which is slower")
+        yield warning(f"{SHARED_MEMORY} is missing, so weights go through the run directory, which is slower")
         return
 
     config = inputs.config
@@ -229,7 +229,7 @@ def check_shared_memory(inputs: Inputs) -> Iterator[Note]:
     nccl_lacks_room = is_small and uses_nccl(config)
     if lacks_room:
         size_text = format_bytes(needed_bytes) if needed_bytes else "more"
-        text += f", and the versions of the weights take {size_text}"
+        text += f", and the weight versions take {size_text}"
     if nccl_lacks_room:
         text += ", and NCCL wants 1 GB"
 
@@ -259,7 +259,7 @@ def check_locks(inputs: Inputs) -> Iterator[Note]:
         try:
             fcntl.flock(second_handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield ok(f"hold in {directory}")
+            yield ok(f"work in {directory}")
             return
 
     raise ConfigError(f"{directory}: a locked file can be locked again; set run_dir=… to a local disk")
@@ -270,7 +270,7 @@ def check_disk(inputs: Inputs) -> Iterator[Note]:
     directory = check_creatable(run_directory(inputs.config), "run_dir")
     free_bytes = shutil.disk_usage(directory).free
     text = f"{format_bytes(free_bytes)} free in {directory}"
-    yield ok(text) if free_bytes >= LOW_DISK_BYTES else warning(f"{text}; free some, or set run_dir=…")
+    yield ok(text) if free_bytes >= LOW_DISK_BYTES else warning(f"{text}; free some space, or set run_dir=…")
 
 
 @preflight_check("agent", requires=("tasks",))
@@ -288,12 +288,13 @@ def check_agent(inputs: Inputs) -> Iterator[Note]:
 
     if harness.tested not in ("", agent_version):
         yield warning(
-            f"{agent_key}: version {agent_version or 'unknown'} was not tried; {harness.tested} was"
+            f"{agent_key}: version {agent_version or 'unknown'} is untested; the tested version is "
+            f"{harness.tested}"
         )
     if agent.sandbox == "none":
         yield warning(
-            f"{agent_key}: with sandbox: none the model can read and write all that you can, such as files "
-            f"in {os.path.expanduser('~')}, and use the network"
+            f"{agent_key}: with sandbox: none the model can read and write everything that you can, such as "
+            f"files in {os.path.expanduser('~')}, and use the network"
         )
 
     slot_count = rollout.workers * rollout.slots
@@ -301,7 +302,7 @@ def check_agent(inputs: Inputs) -> Iterator[Note]:
     memory_bytes = psutil.virtual_memory().total
     if needed_bytes > memory_bytes and inputs.config.launch.kind == "local":
         yield warning(
-            f"{slot_count} slots (rollout.workers * rollout.slots) of {harness.name} take "
+            f"{slot_count} slots (rollout.workers * rollout.slots) of {harness.name} need "
             f"{format_bytes(needed_bytes)}, {harness.resident_mb} MB each, and this machine has "
             f"{format_bytes(memory_bytes)}; lower rollout.slots"
         )
@@ -344,4 +345,4 @@ def check_images(inputs: Inputs) -> Iterator[Note]:
             f"{images_text}; {obstacle}; needed: namespaces and Linux 6.6 (this is {os.uname().release})"
         )
     else:
-        yield ok(f"{images_text}; sandboxes can have one")
+        yield ok(f"{images_text}; sandboxes can use them")

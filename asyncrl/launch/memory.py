@@ -79,13 +79,13 @@ def check_memory(config: RunConfig, has_gpu: bool | None) -> None:
         and available_bytes > (main_bytes := main_memory().total)
     ):
         available_bytes = main_bytes
-        place_text = " of main memory, where they rest"
+        place_text = " of main memory, where they are offloaded,"
         advice = "engine.colocated=0"
 
     if available_bytes is not None and needed_bytes > available_bytes:
         raise ConfigError(
-            f"weights, gradients and optimizer state of the trainer take {format_bytes(needed_bytes)}, and "
-            f"there are {format_bytes(available_bytes)}{place_text}; set model.lora_rank, a "
+            f"weights, gradients and optimizer state of the trainer take {format_bytes(needed_bytes)}, but "
+            f"only {format_bytes(available_bytes)}{place_text} are available; set model.lora_rank, a "
             "trainer.optimizer with less state, a model.path with fewer parameters, fewer trainer.replicas, "
             f"or {advice}"
         )
@@ -97,7 +97,7 @@ def check_engine_memory(config: RunConfig, has_gpu: bool | None, slot: SlotMemor
     kv_bytes = slot.kv_numbers * DTYPE_BYTES[config.model.dtype] * (config.rollout.max_tokens + 1)
     slot_bytes = kv_bytes + slot.state_bytes
     engine_bytes = config.rollout.slots * slot_bytes
-    slot_text = f"{format_bytes(kv_bytes)} of keys and values"
+    slot_text = f"{format_bytes(kv_bytes)} of KV cache"
     if slot.state_bytes:
         slot_text += f" and {format_bytes(slot.state_bytes)} of states"
     text = f"{config.rollout.slots} slots take {format_bytes(engine_bytes)}, each {slot_text}"
@@ -114,8 +114,8 @@ def check_engine_memory(config: RunConfig, has_gpu: bool | None, slot: SlotMemor
 
     if available_bytes is not None and engine_bytes > available_bytes:
         raise ConfigError(
-            f"rollout.slots: the embedded engine's {text}, but there are only "
-            f"{format_bytes(available_bytes)} of memory for it; lower rollout.slots or "
+            f"rollout.slots: the embedded engine's {text}, but only {format_bytes(available_bytes)} of "
+            "memory are available for it; lower rollout.slots or "
             "rollout.max_tokens, or use engine=sglang"
         )
     return text
@@ -127,7 +127,7 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
         config, recomputation_notes = _with_chosen_recomputation(config, has_gpu)
         rank_footprint = footprint(config)
     if failure:
-        yield warning(f"the memory of a trainer rank is not estimated: {failure.line}")
+        yield warning(f"cannot estimate the memory of a trainer rank: {failure.line}")
         return
 
     ranks = config.trainer.ranks
@@ -148,8 +148,9 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
 
     yield ok(
         f"memory        tensors of a trainer rank: {parts_text}, {micro_batch_text}, "
-        f"{format_bytes(rank_footprint.total)} in all; its process takes about {format_bytes(process_bytes)} "
-        f"beside them, and versions on their way out {format_bytes(outgoing_bytes)} of main memory"
+        f"{format_bytes(rank_footprint.total)} in total; its process takes about "
+        f"{format_bytes(process_bytes)} "
+        f"more, and versions being published take {format_bytes(outgoing_bytes)} of main memory"
     )
 
     yield from recomputation_notes
@@ -164,16 +165,16 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
         adapters_held = config.adapters_held
         adapter_ranks = [rank for rank, _ in config.adapters.values()]
         yield ok(
-            f"              a version is {format_bytes(version_size)}; a server, beside its weights, has "
-            f"room for {adapters_held} adapters at once: "
+            f"              a version takes {format_bytes(version_size)}; a server has room, besides its "
+            f"weights, for {adapters_held} adapters at once: "
             f"{format_bytes(adapters_held * version_size * max(adapter_ranks) // sum(adapter_ranks))}"
         )
 
     needed_bytes = ranks * (rank_footprint.total if has_gpu else rank_footprint.total + outgoing_bytes)
     if available_bytes is not None and needed_bytes > available_bytes:
         yield warning(
-            f"{ranks} trainer ranks need {format_bytes(needed_bytes)}, and there are "
-            f"{format_bytes(available_bytes)}; set a smaller trainer.micro_batch_tokens, "
+            f"{ranks} trainer ranks need {format_bytes(needed_bytes)}, but only "
+            f"{format_bytes(available_bytes)} are available; set a smaller trainer.micro_batch_tokens, "
             f"{memory_advice(config.trainer.checkpointed_every)}"
         )
 
@@ -207,7 +208,7 @@ def _with_chosen_recomputation(config: RunConfig, has_gpu: bool | None) -> tuple
             )
         ]
     return config, [
-        ok(f"{text}: the least with which a rank fits into {format_bytes(usable_bytes)} of its GPU")
+        ok(f"{text}: the smallest setting that fits a rank into {format_bytes(usable_bytes)} of its GPU")
     ]
 
 
@@ -231,7 +232,7 @@ def describe_coverage(config: RunConfig) -> str:
         if name in adapted_names:
             reason = ""
         elif name in kinds:
-            reason = f"left out, as {unserved_kinds.get(kinds[name], 'model.lora_modules lacks them')}"
+            reason = f"left out, because {unserved_kinds.get(kinds[name], 'model.lora_modules lacks them')}"
 
         name_parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
         matrices_by_reason[reason][".".join(name_parts[-2:])].append(prod(shape))
@@ -245,4 +246,4 @@ def describe_coverage(config: RunConfig) -> str:
         )
         texts.append(f"{reason}: {kinds_text or 'nothing'}" if reason else kinds_text)
 
-    return f"{'; '.join(texts)} (shares of all parameters that train)"
+    return f"{'; '.join(texts)} (shares of all trainable parameters)"

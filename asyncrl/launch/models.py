@@ -105,8 +105,8 @@ def resolve_lora_modules(config: RunConfig) -> list[str]:
     unknown_kinds = sorted({*chosen_kinds} - {*existing_kinds})
     if unknown_kinds:
         raise ConfigError(
-            f"model.lora_modules: {', '.join(unknown_kinds)}: not among the linear layers that train in "
-            f"{path}, which are {', '.join(existing_kinds)}; give some of these"
+            f"model.lora_modules: {', '.join(unknown_kinds)}: not among the trainable linear layers of "
+            f"{path}, which are {', '.join(existing_kinds)}; use some of these"
         )
 
     unserved_kinds = kinds_not_served(path) if servers_get_adapters(config) else {}
@@ -116,16 +116,16 @@ def resolve_lora_modules(config: RunConfig) -> list[str]:
 
     if servers_get_adapters(config) and (model_type := type_without_adapters(path)):
         raise ConfigError(
-            f"{key}: a request with an adapter ends an SGLang server of {path} ({model_type}); set {cure}"
+            f"{key}: a request with an adapter crashes an SGLang server of {path} ({model_type}); set {cure}"
         )
     if refused_kinds:
         reasons = "; ".join(f"{kind}: {reason}" for kind, reason in refused_kinds.items())
         raise ConfigError(
-            f"model.lora_modules: SGLang takes no adapters alone of {reasons}; leave "
+            f"model.lora_modules: SGLang cannot load adapters alone for {reasons}; leave "
             f"{', '.join(refused_kinds)} out, or for {key} set {cure}"
         )
     if not served_kinds:
-        raise ConfigError(f"{key}: SGLang has no adapters for any linear layer of {path}; set {cure}")
+        raise ConfigError(f"{key}: SGLang supports adapters for no linear layer of {path}; set {cure}")
 
     return chosen_kinds or served_kinds
 
@@ -152,7 +152,8 @@ def local_directory(name: str, key: str, previous_directory: str = "") -> str:
     previous_model = parse_hub_model(previous_directory)
     if hub_model is None:
         raise ConfigError(
-            f"{key}: {name} is not a directory; give a Hugging Face model directory, or owner/name of the hub"
+            f"{key}: {name} is not a directory; use a Hugging Face model directory, or owner/name of a hub "
+            "repository"
         )
 
     if previous_model is not None and previous_model.name == hub_model.name and hub_model.revision is None:
@@ -184,16 +185,16 @@ def fetch_model(model: HubModel, key: str) -> str:
                 ignore_patterns=[*SKIPPED_FILES],
             )
     except errors.RepositoryNotFoundError:  # also if the repository is gated
-        reason = "the hub shows no such repository; correct the name (or log in: hf auth login)"
+        reason = "the hub has no such repository; correct the name (or log in: hf auth login)"
     except errors.RevisionNotFoundError:
         reason = f"the repository has no revision {model.revision!r}"
     except errors.LocalEntryNotFoundError:
         reason = (
-            "the hub cannot be reached, and its cache here has no such model; fetch it where there is a "
-            f"network (hf download {model.name}), or give a directory"
+            "the hub cannot be reached, and the model is not in the local cache; download it where you "
+            f"have a network (hf download {model.name}), or use a directory"
         )
     except Exception as error:  # any fault of the network, the disk or the cache
-        reason = f"cannot be fetched from the hub ({one_line(error)})"
+        reason = f"it cannot be downloaded from the hub ({one_line(error)})"
     raise ConfigError(f"{key}: {full_name} is not a directory here, and {reason}") from None
 
 
@@ -208,8 +209,8 @@ def check_model(config: RunConfig) -> None:
         raise ConfigError(f"{path}: no model.safetensors; save the weights with save_pretrained(...)")
     if missing_names := sorted(file.name for file in weight_paths if not file.is_file()):
         raise ConfigError(
-            f"{path}: {len(missing_names)} of {len(weight_paths)} files of weights are missing, first "
-            f"{missing_names[0]}; fetch or save the model anew"
+            f"{path}: {len(missing_names)} of {len(weight_paths)} weight files are missing, starting with "
+            f"{missing_names[0]}; download or save the model again"
         )
 
     _check_width(path, model_settings)
@@ -221,7 +222,7 @@ def check_model(config: RunConfig) -> None:
 
     if not (path / "tokenizer.json").is_file():
         has_processor = (path / "preprocessor_config.json").is_file()
-        processor_text = " beside its preprocessor_config.json" if has_processor else ""
+        processor_text = " next to its preprocessor_config.json" if has_processor else ""
         raise ConfigError(
             f"{path}: no tokenizer.json{processor_text}; save a fast tokenizer with "
             "tokenizer.save_pretrained(...)"
@@ -229,7 +230,7 @@ def check_model(config: RunConfig) -> None:
 
     if not chat_template(config):
         raise ConfigError(
-            f"{path}: no chat template; set model.template to a Jinja file, or to chatml_tools where the "
+            f"{path}: no chat template; set model.template to a Jinja file, or to chatml_tools if the "
             "tokenizer has <|im_start|> and <|im_end|>"
         )
 
@@ -247,7 +248,7 @@ def check_model(config: RunConfig) -> None:
         raise ConfigError(
             f"trainer.sequence_parallel ({sequence_ranks}) does not divide the model's {head_count} "
             f"attention heads; set it to one of {divisors(gcd(head_count, config.trainer.ranks))}, which "
-            "divide these and trainer.ranks"
+            "divide the heads and trainer.ranks"
         )
 
 
@@ -280,7 +281,7 @@ def _check_width(path: Path, model_settings: dict[str, Any]) -> None:
         hidden_size = sizes.get("hidden_size", sizes.get("text_config.hidden_size", "another size"))
         raise ConfigError(
             f"{path}: config.json says hidden_size {hidden_size}, and the embedding in the weights is "
-            f"{vocabulary} × {min(widths)}: they are not of one model; fetch or save it anew"
+            f"{vocabulary} × {min(widths)}: they belong to different models; download or save the model again"
         )
 
 

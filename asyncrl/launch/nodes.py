@@ -200,7 +200,8 @@ class NodeAssignment:
         demand_text = ", ".join(f"{role} {count:g}" for role, count in gpus_by_role.items() if count)
         left_text = ", ".join(f"{node.address} {self._gpus_left(node):g} of {node.gpus:g}" for node in nodes)
         return (
-            f"{process.name} needs {wanted_gpus:g} GPU(s) of {where_text}, and there is left: {left_text} "
+            f"{process.name} needs {wanted_gpus:g} GPU(s) of {where_text}, but only these are left: "
+            f"{left_text} "
             f"(the run needs {total_gpus:g}: {demand_text}); {advice}, or model.device=cpu"
         )
 
@@ -225,13 +226,13 @@ def check_shared_resources(
     if is_loopback(dialled_host):
         own_address = next(node.address for node in nodes if node.id == launcher_node)
         raise ConfigError(
-            f"launch.host: {dialled_host} is another machine on each of the {len(nodes)} of the cluster; set "
-            f"launch.host={own_address}"
+            f"launch.host: {dialled_host} refers to a different machine on each of the "
+            f"{len(nodes)} nodes of the cluster; set launch.host={own_address}"
         )
 
     if len(assignment.nodes_of(TRAINER)) > 1 and not config.checkpoint.directory:
         raise ConfigError(
-            "checkpoint.directory: trainer ranks are on several machines; set it to a path that all of them "
+            "checkpoint.directory: trainer ranks run on several machines; set it to a path that all of them "
             "share, or to a URL"
         )
 

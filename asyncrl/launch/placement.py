@@ -129,18 +129,18 @@ def describe_plan(
         device = "cuda" if has_gpu else "cpu"
     gpus_text = "" if has_gpu is False or config.engine.server_command else f" on {config.engine.tp} GPU(s)"
 
-    rows = [("process", "count", "threads", "does")]
+    rows = [("process", "count", "threads", "task")]
     work_by_role = {
         COORDINATOR: f"admission, replay buffer, journal; up to {config.buffer.max_live_groups} live groups",
         ENGINE: ", ".join(config.engine.urls) or f"a server{gpus_text}, supervised",
         SCORER: "; ".join(
             f"{name}: {', '.join(scorer.urls) or scorer.path}" for name, scorer in config.scorers.items()
         ),
-        ROLLOUT: f"{config.rollout.slots} episodes at once on engine {config.engine.name!r}",
+        ROLLOUT: f"{config.rollout.slots} concurrent episodes on engine {config.engine.name!r}",
         TRAINER: f"{config.buffer.batch_size} episodes per step on {device}",
     }
     if not config.total_steps:
-        work_by_role[TRAINER] = "none: gives the engines the model as it is"
+        work_by_role[TRAINER] = "none: passes the model to the engines unchanged"
 
     processes = [process for unit in units for process in unit.processes]
     assigned_gpus = assign_gpus(config, gpu_count) if gpu_count else {}

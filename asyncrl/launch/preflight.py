@@ -64,7 +64,7 @@ def check_models(inputs: Inputs) -> Iterator[Note]:
     check_resumed(inputs.resolved_config)
     check_not_quantized(inputs.resolved_config)
     check_model(inputs.resolved_config)
-    yield ok(f"{inputs.config.model.path}: weights, tokenizer and chat template are there")
+    yield ok(f"{inputs.config.model.path}: weights, tokenizer and chat template are present")
 
 
 @preflight_check("tensors", requires=("model", "plug-ins"))
@@ -76,7 +76,7 @@ def check_tensors(inputs: Inputs) -> Iterator[Note]:
         warnings = [check_checkpoint(path, f"{key} {path}", role) for key, path, role in checkpoints]
 
     yield from map(warning, dict.fromkeys(filter(None, warnings)))
-    yield ok(f"the files of {len(checkpoints)} model{'s' * (len(checkpoints) > 1)} fit their config.json")
+    yield ok(f"the files of {len(checkpoints)} model{'s' * (len(checkpoints) > 1)} match their config.json")
 
 
 def _read_checkpoints(inputs: Inputs) -> Iterator[tuple[str, str, ModelRole]]:
@@ -109,12 +109,12 @@ def check_launch(inputs: Inputs) -> Iterator[Note]:
     asks for them. Warn about devices of the trainer that are idle while engines sample."""
     config = inputs.config
     if config.launch.kind != "ray" and (config.launch.pools or config.launch.gpus):
-        raise ConfigError("launch.pools and launch.gpus are for Ray; set launch=ray, or leave them out")
+        raise ConfigError("launch.pools and launch.gpus are for Ray; set launch=ray, or remove them")
 
     for role, gpus in config.launch.gpus.items():
         if (gpus > 1 and gpus % 1) or gpus != round(gpus, 4):
             raise ConfigError(
-                f"launch.gpus: Ray reserves no {gpus} GPUs for a process ({role}); give a whole number, or "
+                f"launch.gpus: Ray cannot reserve {gpus} GPUs for a process ({role}); use a whole number, or "
                 "less than 1 with at most 4 decimals"
             )
 
@@ -143,8 +143,8 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
     data_sources = {sample.data_source for sample in run_data.train} if sources_matter else set()
     if untaught_sources := sorted(source for source in data_sources if not config.reader(source)):
         raise ConfigError(
-            f"scorers: no teacher has the data source {untaught_sources[0]} among its sources, and its turns "
-            "would not be trained; name it there, or add a teacher without sources"
+            f"scorers: no teacher has the data source {untaught_sources[0]} among its sources, so its turns "
+            "would not be trained; add it there, or add a teacher without sources"
         )
 
     held_out_text = f", {len(run_data.test)} held out" if run_data.test is not None else ""
@@ -166,7 +166,8 @@ def check_tasks(inputs: Inputs) -> Iterator[Note]:
             check_image(task.image, task.user)
     if tried_tasks:
         yield ok(
-            f"sandboxes start in {len(tried_tasks)} of {len(inputs.image_tasks)} images; all images are there"
+            f"sandboxes start in {len(tried_tasks)} of {len(inputs.image_tasks)} images; all images are "
+            "present"
         )
 
 
@@ -187,8 +188,8 @@ def check_plugins(inputs: Inputs) -> Iterator[Note]:
         engine_factory = engines.load(config.engine.name)
         if config.shifts and isinstance(engine_factory, type) and not hasattr(engine_factory, "sleep"):
             raise ConfigError(
-                f"engine.name: {config.engine.name} has no sleep, as engine.colocated needs; add sleep and "
-                "asleep, or set engine.colocated=0"
+                f"engine.name: {config.engine.name} cannot sleep, which engine.colocated needs; add sleep "
+                "and asleep, or set engine.colocated=0"
             )
 
     yield ok(f"tools: {', '.join(parts.toolbox.tools) or 'none'}; parser {config.rollout.parser}")
@@ -242,7 +243,8 @@ def describe_chat(inputs: Inputs) -> Iterator[Note]:
     stop_ids = rules.chat.stop_ids
     stops_text = ", ".join(f"{rules.chat.decode([stop_id, stop_id])} ({stop_id})" for stop_id in stop_ids)
     yield ok(
-        f"the tokenizer reads and writes as tokenizer.json does; a turn ends with {stops_text or 'no token'}"
+        "the tokenizer encodes and decodes as tokenizer.json does; a turn ends with "
+        f"{stops_text or 'no token'}"
     )
 
     if prompt_ids := inputs.first_prompt:
@@ -275,16 +277,16 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
         )
 
     truth = sample.ground_truth
-    answers = [("no text", "")]
+    answers = [("empty text", "")]
     if truth is not None:
         answers.insert(0, ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth_json))
 
     if task_of(sample):  # Rewards of tasks judge changed files, not answers
         answers = []
-        notes.append(ok("the tests of tasks are tried by asyncrl tasks check"))
+        notes.append(ok("not tried here; asyncrl tasks check runs the tests of tasks"))
     elif any(text.startswith(SCORER_PREFIX) for text in texts(parts.config.rollout.reward)):
         answers = []
-        notes.append(ok("rewards are not tried: their scorer is not up"))
+        notes.append(ok("rewards are not tried: their scorer is not running"))
 
     try:
         tools_result = None
@@ -292,7 +294,7 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
             with recorded() as failure:
                 tools_result = await _result_without_calls(parts.toolbox, sample)
             if failure:
-                notes.append(warning(f"the tools give no result for the reward: {failure.line}"))
+                notes.append(warning(f"the tools return no result for the reward: {failure.line}"))
 
         for answer_name, answer in answers:
             messages = (*sample.prompt, Message("assistant", answer))
@@ -301,7 +303,7 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
                 result = await parts.reward.score_episode(reward_input)
                 score_text = f"{result.score:g}"
                 if score_text == "0" and answer:
-                    score_text += " (it may look for a format around it)"
+                    score_text += " (the reward may expect a format around the answer)"
 
             failure_text = (
                 f"rollout.reward fails for {answer_name} as the answer to the first sample: {failure.line}"
@@ -347,13 +349,13 @@ def check_device(inputs: Inputs) -> Iterator[Note]:
     config = inputs.config
     gpu_count = count_gpus(config)
     if config.model.device == "cuda" and sees_gpu(config) is False:
-        raise ConfigError("model.device is cuda, and torch sees no GPU here; use auto or cpu")
+        raise ConfigError("model.device is cuda, but torch sees no GPU here; use auto or cpu")
 
     assigned_gpus = placement.assign_gpus(config, gpu_count) if gpu_count else {}
     rank_count = sum(name.startswith(placement.TRAINER) for name in assigned_gpus)
     if rank_count > gpu_count:
         raise ConfigError(
-            f"trainer.ranks={rank_count}: each needs a GPU of its own, and torch sees {gpu_count}; lower it"
+            f"trainer.ranks={rank_count}: each rank needs its own GPU, but torch sees {gpu_count}; lower it"
         )
 
     server_roles = placement.ENGINE, placement.SCORER
@@ -364,8 +366,9 @@ def check_device(inputs: Inputs) -> Iterator[Note]:
 
     if shared_gpus and not config.shifts and "mem-fraction-static" not in config.engine.server_args:
         yield warning(
-            f"servers share GPUs {', '.join(map(str, shared_gpus))} with others, and each would take 0.85 of "
-            "the memory; set engine.server_args={mem-fraction-static: 0.4} or less, or start fewer"
+            f"servers share GPUs {', '.join(map(str, shared_gpus))} with other processes, but each would "
+            f"take 0.85 of the memory; set engine.server_args="
+            "{mem-fraction-static: 0.4} or less, or start fewer"
         )
 
     yield ok(f"model.device={config.model.device}, {config.model.dtype}")
@@ -413,15 +416,15 @@ def check_checkpoint_directory(inputs: Inputs) -> Iterator[Note]:
 
         if recorded_steps and max(checkpoints.steps(), default=-1) < covered_step:
             gone_text = (
-                f"{checkpoints.root}: the run's checkpoints, up to step {recorded_steps[-1]}, are gone"
+                f"{checkpoints.root}: the run's checkpoints, up to step {recorded_steps[-1]}, are missing"
             )
             if covered_step:
-                raise ConfigError(f"{gone_text}; put them back, or begin a new run with another name=…")
+                raise ConfigError(f"{gone_text}; restore them, or start a new run with another name=…")
             yield warning(f"{gone_text}: all steps are repeated from their plans")
     elif config.checkpoint.directory and checkpoints.steps():
         raise ConfigError(
-            f"checkpoint.directory: {checkpoints.root} holds checkpoints of a run of this name, of which "
-            f"there is nothing in {run_dir}; choose another name=…, or restore that directory"
+            f"checkpoint.directory: {checkpoints.root} holds checkpoints of a run with this name, but "
+            f"{run_dir} does not have this run; choose another name=…, or restore that directory"
         )
 
     yield ok(config.checkpoint.directory or "in the run directory")
@@ -491,7 +494,7 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
     if is_training and slot_count > live_episodes:
         batches_ahead = config.buffer.max_live_groups / config.buffer.groups_per_batch - 1
         yield warning(
-            f"at most {live_episodes} episodes run at once, (1 + {batches_ahead:g}, by target_staleness) * "
+            f"at most {live_episodes} episodes run at once: (1 + {batches_ahead:g}, by target_staleness) * "
             f"groups_per_batch * episodes_per_group: {slot_count - live_episodes} of {slot_count} slots "
             "(rollout.workers * rollout.slots) stay empty"
         )
@@ -501,14 +504,14 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
     if is_training and longest_episode > token_budget:
         yield warning(
             f"an episode may have {longest_episode} tokens (rollout.max_tokens, times max_rows), more than "
-            f"trainer.micro_batch_tokens ({token_budget}): it is a micro-batch by itself, and needs the "
-            "memory"
+            f"trainer.micro_batch_tokens ({token_budget}): such an episode is a micro-batch by itself and "
+            "needs that memory"
         )
 
     if has_gpu is False and engine.remote and not (engine.urls or engine.server_command):
         yield warning(
-            "engine=sglang starts servers on GPUs, and torch sees none here; on a CPU, make sglang-cpu, "
-            "then engine=sglang_cpu"
+            "engine=sglang starts servers on GPUs, but torch sees none here; on a CPU, run make sglang-cpu, "
+            "then set engine=sglang_cpu"
         )
 
     if is_training and not config.checkpoint.every and config.total_steps > CheckpointConfig().every:
@@ -518,22 +521,23 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
         )
 
     if has_gpu is False and config.trainer.offload_optimizer:
-        yield warning("trainer.offload_optimizer has no effect on a CPU, where all is in main memory")
+        yield warning("trainer.offload_optimizer has no effect on a CPU, where everything is in main memory")
 
     writes_calls = (rollout.tools or rollout.environment or rollout.agent) and parser in parsers
     detected_parser = detect(chat_template(config)) if writes_calls else None
     if detected_parser not in (None, parser):
         yield warning(
             f"rollout.parser is {parser}, but the model's chat template looks like {detected_parser}: calls "
-            f"would be taken for text; set rollout.parser={detected_parser}"
+            f"would be treated as text; set rollout.parser={detected_parser}"
         )
 
     # Without data, the check of the data has failed.
     is_unsure = writes_calls and rollout.tools and not detected_parser and inputs.has_data
     if is_unsure and not shown_calls(inputs.parts, inputs.run_data.train[0].prompt):
         yield warning(
-            f"rollout.parser is {parser}, and the chat template does not show how the model writes calls: in "
-            f"another format they would be taken for text; others are {', '.join(parsers.names())}, or your "
+            f"rollout.parser is {parser}, and the chat template does not show how the model writes calls: "
+            f"calls in another format would be treated as text; others are {', '.join(parsers.names())}, or "
+            "your "
             "own (docs/guides/chat.md)"
         )
 
@@ -550,7 +554,7 @@ def check_engine(inputs: Inputs) -> Iterator[Note]:
 
     architecture = architecture_name(inputs.config.model.path)
     if finding.problems is None:
-        yield ok(f"whether the embedded engine serves {architecture}: {finding.reason}")
+        yield ok(f"unknown whether the embedded engine serves {architecture}: {finding.reason}")
     elif problem := finding.problems["engine"]:
         raise ConfigError(problem)
     else:
@@ -579,7 +583,7 @@ def describe_packing(inputs: Inputs) -> Iterator[Note]:
         return
 
     if padded_problem := finding.problems["padded"]:
-        yield warning(f"{architecture} depends on what rows are trained together: it {padded_problem}")
+        yield warning(f"{architecture} depends on which rows are trained together: it {padded_problem}")
     problem = finding.problems[wanted_packing] if wanted_packing != "padded" else ""
     if config.trainer.sequence_parallel > 1:
         problem = problem or finding.problems["shared"]
@@ -626,9 +630,9 @@ def estimate(inputs: Inputs) -> Iterator[Note]:
         is_tested = isinstance(agent, Command) and agent.harness.tested
         if config.rollout.agent and not config.rollout.untrained_agents and not is_tested:
             yield ok(
-                "agent: all of its requests are trained with the episode's reward, side requests (titles, "
-                "commit messages) included, unless rollout.untrained_agents names them; rollout/rows/mean "
-                "above 1 means that there is more than one conversation per episode"
+                "agent: all requests are trained with the episode's reward, including side requests "
+                "(titles, commit messages), unless rollout.untrained_agents lists them; rollout/rows/mean "
+                "above 1 means more than one conversation per episode"
             )
         yield from map(ok, estimates.describe_costs(config, has_gpu))
         yield from memory.describe_memory(config, has_gpu)

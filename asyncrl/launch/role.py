@@ -94,7 +94,7 @@ def run_role(arguments: argparse.Namespace, config: RunConfig, endpoints: Endpoi
                 run = getattr(importlib.import_module(module_name), function_name)
         except ImportError as error:  # A broken installation: the launcher does not import torch
             log.exception("%s cannot be imported", module_name)
-            raise ConfigError(f"{module_name} cannot be imported ({error}); install asyncrl again") from error
+            raise ConfigError(f"{module_name} cannot be imported ({error}); reinstall asyncrl") from error
 
         exit_code = int(run(config, endpoints, *role_arguments.get(role, (index, incarnation))))
     except ConfigError as error:
@@ -141,7 +141,7 @@ class _LogFormatter(logging.Formatter):
         if record.name.partition(".")[0] != "asyncrl":
             text = without_middle(text, head=RECORD_START, tail=RECORD_END, note=" … ({} characters) … ")
         if (number := getattr(record, "number", None)) is not None:
-            text += f" (record {number} of this logger's level {record.levelname}; others are left out)"
+            text += f" (record {number} of level {record.levelname} from this logger; the others are omitted)"
         return printable(text)
 
 
@@ -162,7 +162,7 @@ def leave(exit_code: int, timeout: float = 5.0) -> NoReturn:
 
     def give_up(number: int, frame: FrameType | None) -> None:
         with suppress(MemoryError):
-            log.warning("a socket was left open: ends after %g s", timeout)
+            log.warning("a socket was left open; exiting after %g s", timeout)
         os._exit(exit_code)
 
     signal.signal(signal.SIGALRM, give_up)

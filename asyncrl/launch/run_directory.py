@@ -52,7 +52,10 @@ def run_directory(config: RunConfig) -> Path:
 def check_paths_are_text(config: RunConfig) -> None:
     """Raise ConfigError if the path of the working directory or of the run directory is not UTF-8 text: files
     contain these paths."""
-    for path, cure in ((Path.cwd(), "work in another"), (run_directory(config).absolute(), "set run_dir=…")):
+    for path, cure in (
+        (Path.cwd(), "work in another directory"),
+        (run_directory(config).absolute(), "set run_dir=…"),
+    ):
         try:
             os.fspath(path).encode()
         except UnicodeEncodeError:
@@ -66,7 +69,7 @@ def check_run_directory(config: RunConfig) -> None:
 
     if "/" in config.name or config.name in (".", "..") or not config.name.isprintable():
         raise ConfigError(
-            f"name: {config.name!r} is no directory name; choose one without '/' and line breaks"
+            f"name: {config.name!r} is not a valid directory name; choose a name without '/' and line breaks"
         )
     if len(os.fsencode(config.name)) > MAX_NAME_BYTES:
         raise ConfigError(
@@ -76,7 +79,7 @@ def check_run_directory(config: RunConfig) -> None:
     exists = any((run_dir / name).exists() for name in RUN_FILES)
     if exists and config.resume == "never":
         raise ConfigError(
-            f"{run_dir}: a run of that name exists; continue it with resume=auto, or choose another name=…"
+            f"{run_dir}: a run with that name exists; continue it with resume=auto, or choose another name=…"
         )
     if not exists and config.resume == "must":
         raise ConfigError(
@@ -86,7 +89,8 @@ def check_run_directory(config: RunConfig) -> None:
     file_system_type = file_system_of(check_creatable(run_dir, "run_dir"))
     if file_system_type in NETWORK_FILE_SYSTEMS:
         raise ConfigError(
-            f"{run_dir}: is on a network file system ({file_system_type}), where the run store's write-ahead "
+            f"{run_dir}: it is on a network file system ({file_system_type}), where the run store's "
+            "write-ahead "
             "log fails; set run_dir=… to a local disk"
         )
 
@@ -97,7 +101,7 @@ def check_creatable(path: Path, key: str) -> Path:
     existing_parent = next(ancestor for ancestor in (path, *path.absolute().parents) if ancestor.exists())
     if not existing_parent.is_dir() or not os.access(existing_parent, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{path}: cannot be created, {existing_parent} is not a writable directory; set {key}=…"
+            f"{path}: cannot be created, because {existing_parent} is not a writable directory; set {key}=…"
         )
     return existing_parent
 
@@ -121,16 +125,17 @@ def check_resumed(config: RunConfig) -> None:
 
     run_dir = run_directory(config)
     for key, old_value, new_value in _changed_values(config, KEPT_KEYS):
-        begun_text = f"{key}: {run_dir} was begun with"
+        begun_text = f"{key}: {run_dir} was started with"
         if key == "model.template":
             raise ConfigError(
-                f"{begun_text} another chat template, which is in its config.yaml; restore that, or begin a "
-                "new run with another name=…"
+                f"{begun_text} another chat template, which is in its config.yaml; restore that template, or "
+                "start a new run with another name=…"
             )
         if key not in PATH_KEYS or _absolute_paths(old_value) != _absolute_paths(new_value):
             raise ConfigError(
-                f"{begun_text} {old_value!r} and would go on with {new_value!r}; set {key}={old_value}, or "
-                "begin a new run with another name=…"
+                f"{begun_text} {old_value!r} and would continue with {new_value!r}; set {key}={old_value}, "
+                "or "
+                "start a new run with another name=…"
             )
 
     # Some advantages add a greedy episode to each group.
@@ -142,17 +147,17 @@ def check_resumed(config: RunConfig) -> None:
         and configured_advantage(config).greedy != advantages.load(previous_advantage, config_key).greedy
     ):
         raise ConfigError(
-            f"algorithm.advantage: {run_dir} was begun with {previous_advantage!r} and would go on with "
-            f"{advantage!r}, but only one of them uses a greedy episode in each group; resume with the one "
-            "it began with"
+            f"algorithm.advantage: {run_dir} was started with {previous_advantage!r} and would continue with "
+            f"{advantage!r}, but only one of them uses a greedy episode in each group; resume with the "
+            "original one"
         )
 
     if stored_identity := stored_meta(config, MODEL_KEY):
         model_files = model_identity(config.model.path)
         if changes_text := describe_differences(json.loads(stored_identity), model_files):
             raise ConfigError(
-                f"model.path: {config.model.path} is no longer what {run_dir} was begun with: "
-                f"{changes_text}; restore these files, or begin a new run with another name=…"
+                f"model.path: {config.model.path} has changed since {run_dir} was started: {changes_text}; "
+                "restore these files, or start a new run with another name=…"
             )
 
 

@@ -49,22 +49,23 @@ def check_servers(config: RunConfig) -> None:
 
         if engine.server_command and shutil.which(engine.server_command[0]) is None:
             raise ConfigError(
-                f"engine.server_command: {engine.server_command[0]} is no program; correct it "
-                "(for CPU tests: make sglang-cpu)"
+                f"engine.server_command: {engine.server_command[0]} is not a program; correct it (for CPU "
+                "tests: make sglang-cpu)"
             )
         if not engine.server_command and importlib.util.find_spec("sglang") is None:
             raise ConfigError(
-                "engine.name, or scorers, need sglang, which is not installed here: for GPUs pip install "
-                "'.[sglang]' -c constraints-sglang.txt in a checkout, or name a program of another "
+                "the engine or the scorers need sglang, which is not installed here: for GPUs run pip "
+                "install '.[sglang]' -c constraints-sglang.txt in a checkout, or name a program of another "
                 "environment in engine.server_command, or attach to servers with engine.urls=[…], "
-                "scorers.NAME.urls=[…]; on a CPU, make sglang-cpu in a checkout, then engine=sglang_cpu"
+                "scorers.NAME.urls=[…]; on a CPU, run make sglang-cpu in a checkout, then set "
+                "engine=sglang_cpu"
             )
 
         if scorer:
             path = config.scorers[scorer].path
             if not weight_files(path):
                 raise ConfigError(
-                    f"scorers.{scorer}.path: {path} has no model.safetensors; give a model directory"
+                    f"scorers.{scorer}.path: {path} has no model.safetensors; use a model directory"
                 )
             if scorer != "reward":  # All other scorers read the policy's tokens
                 from asyncrl.engines.sglang.server import check_vocabulary

@@ -43,10 +43,10 @@ LEAVE_SECONDS = 5.0  # Seconds for other roles to end after the coordinator has 
 TOKEN_LIFETIME = 600.0  # Seconds in which a token must be used.
 ANSWER_TIMEOUT = 10.0  # Seconds for the launcher to answer, which looks ten times a second.
 TOKEN_BYTES = 4096  # Bytes that a FIFO takes at once.
-WITH_CHECKPOINT = " after the part of the plan under way, with a checkpoint"
+WITH_CHECKPOINT = " after the current part of the plan, with a checkpoint"
 RESUME_ADVICE = {
-    True: "resume=auto goes on from the last checkpoint",
-    False: "the same command goes on with the rest",
+    True: "resume=auto continues from the last checkpoint",
+    False: "the same command continues with the rest",
 }
 
 
@@ -180,20 +180,20 @@ class Session:
             case Status():
                 if not self._has_started and message.phase != "starting":
                     self._has_started = True
-                    self._console.state.drop_steps_after(message.step)
+                    self._console.drop_steps_after(message.step)
                 self._supervisor.run_step = message.step
                 # A stopping coordinator issues no more work.
                 if message.phase == "stopping" and self._stop_deadline is None:
                     limit = self._config.stop_timeout
                     self._begin_stop(now, limit)
-                    self._console.print_note(f"the run is stopped{self._stop_manner} (at most {limit:g} s)")
+                    self._console.print_note(f"the run is stopping{self._stop_manner} (at most {limit:g} s)")
                 self._console.show_status(message)
             case StepReport():
                 self._has_started = True
                 self._console.show_step(message.step, message.metrics)
                 self._on_report(message)
             case Replace():
-                self._console.print_note(f"{message.reason}: replacing it")
+                self._console.print_note(f"{message.reason}: replacing the process")
                 self._supervisor.kill_role(message.role, message.incarnation)
             case RunEnd():
                 self._run_end = message
@@ -259,7 +259,7 @@ class Session:
                 return None
             log_file = log_path(self._run_dir, f"{COORDINATOR}-0")
             limit_text = f"{self._config.start_timeout:g} s (launch.start_timeout)"
-            waited_text = f"no status of the coordinator after {silent_seconds:.0f} s, limit {limit_text}"
+            waited_text = f"no status from the coordinator after {silent_seconds:.0f} s, limit {limit_text}"
             return RunOutcome(FAILED, f"{waited_text}\n{log_file}:\n{log_tail(log_file)}")
 
         if (silent_seconds := now - self._last_message_at) > self._config.stall_timeout:
@@ -341,5 +341,6 @@ def ask_for_token(run_dir: Path, role: str, seconds: float = ANSWER_TIMEOUT) -> 
         os.close(fifo)
         fifo_path.unlink(missing_ok=True)
     raise ConfigError(
-        f"{run_dir}: its launcher does not answer within {seconds:g} s: is the run up, here, and yours?"
+        f"{run_dir}: the launcher did not answer within {seconds:g} s; check that the run is active on this "
+        "machine and belongs to you"
     )

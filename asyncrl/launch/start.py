@@ -134,7 +134,7 @@ def _dry_run(config: RunConfig) -> int:
         return BAD_INPUT
 
     shown_config = replace(inputs.config, model=replace(inputs.config.model, template=config.model.template))
-    print("# what differs from the defaults (docs/reference/configuration.md)")
+    print("# keys that differ from the defaults (docs/reference/configuration.md)")
     print(msgspec.yaml.encode(without_defaults(shown_config)).decode())
     print(f"run directory: {run_directory(shown_config)}\n")
 
@@ -174,7 +174,7 @@ def conclude(
             summary["busy_at_once"] = busy_overlap(run_dir)
             write_summary(run_dir, summary)
         if failure:
-            console.print_error(f"summary.json is not complete: {failure.line}")
+            console.print_error(f"summary.json is incomplete: {failure.line}")
 
     if summary and config.total_steps and show_summary:
         print_summary(summary, run_dir)

@@ -210,7 +210,7 @@ class Supervisor:
 
         if exit_code == TRY_AGAIN:  # Each try uses a smaller batch, so the tries end by themselves
             unit.restart_at = now
-            self._on_restart(f"{dead_process.name}: {cause_text}; {unit.plan.name} is restarted")
+            self._on_restart(f"{dead_process.name}: {cause_text}; restarting {unit.plan.name}")
             return None
 
         previous_death, previous_step = unit.last_death
@@ -220,8 +220,8 @@ class Supervisor:
 
         if unit.restart_count >= self._max_restarts:
             spent_text = (
-                f"{dead_process.name} {exit_text}; its {self._max_restarts} restarts (launch.restarts) are "
-                "spent"
+                f"{dead_process.name} {exit_text}; all {self._max_restarts} restarts (launch.restarts) are "
+                "used up"
             )
             return RunOutcome(
                 FAILED,
@@ -232,7 +232,7 @@ class Supervisor:
         unit.restart_count += 1
         unit.restart_at = now + delay
         self._on_restart(
-            f"{dead_process.name} {exit_text}; {unit.plan.name} is restarted in {delay:g} s "
+            f"{dead_process.name} {exit_text}; restarting {unit.plan.name} in {delay:g} s "
             f"({unit.restart_count} of {self._max_restarts}){cause_text and f': {cause_text}'}"
         )
         return None

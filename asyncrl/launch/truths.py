@@ -56,7 +56,9 @@ def describe_truths(rewards: Iterable[Reward], samples: Sequence[Sample]) -> tup
             if reward.numbers and not as_python_writes_bytes(unmatched_truths[0]):
                 fault = f"{reward_key} compares numbers, and {count_text} are not numbers"
                 advice = "set rollout.reward, e.g. to exact"
-            warnings.append(f"{fault}, such as {_shorten(unmatched_truths[0])}: they earn nothing; {advice}")
+            warnings.append(
+                f"{fault}, such as {_shorten(unmatched_truths[0])}: their answers score nothing; {advice}"
+            )
     return lines, warnings
 
 

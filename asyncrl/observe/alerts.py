@@ -254,7 +254,7 @@ def find_alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[st
 
 def newest_cause(failed: str) -> str:
     """Return the newest cause, with which the line of failed attempts ends."""
-    return failed.partition("the newest: ")[2]
+    return failed.partition("; latest: ")[2]
 
 
 def unless_quoted(failed: str, current_alerts: Sequence[Alert]) -> str:
@@ -282,10 +282,10 @@ def _find_solved(evidence: Evidence) -> Finding | None:
     )
 
     idle_share = evidence.mean_of(metric.ZERO_ADVANTAGE)
-    idle_note = f"; {idle_share:.0%} of the episodes teach nothing more" if idle_share >= WORTH_ADVICE else ""
+    idle_note = f"; {idle_share:.0%} of the episodes teach nothing new" if idle_share >= WORTH_ADVICE else ""
     solved_since = evidence.held_out_successes[last_unsolved + 1].step
     return Finding(
-        f"held-out success {evidence.newest_success:.0%}, since step {solved_since:.0f}{idle_note}"
+        f"held-out success {evidence.newest_success:.0%}, solved since step {solved_since:.0f}{idle_note}"
     )
 
 
@@ -324,7 +324,7 @@ def _find_failing(evidence: Evidence) -> Finding | None:
 
     attempts = failed + evidence.settled_episodes
     return Finding(
-        f"{failed:,.0f} of {attempts:,.0f}, most with {worst_reason}{newest_cause_text}", worst_reason
+        f"{failed:,.0f} of {attempts:,.0f}, mostly {worst_reason}{newest_cause_text}", worst_reason
     )
 
 
@@ -347,7 +347,7 @@ def _find_stall(evidence: Evidence) -> Finding | None:
         return None
 
     return Finding(
-        f"no {'step' if steps else 'episode has ended'} for {clock_text(silent_seconds)}{waits_text}"
+        f"no {'step' if steps else 'episode'} finished for {clock_text(silent_seconds)}{waits_text}"
     )
 
 
@@ -357,14 +357,14 @@ def _find_loss(evidence: Evidence) -> Finding | None:
     is_late = evidence.status.get("running", CONNECTING_SECONDS) >= CONNECTING_SECONDS
     is_missing = evidence.status.get("phase") == "running" and connected < expected_workers and is_late
     names = [f"{FAILED_PREFIX}{name}_lost" for name in ("worker", "engine")]
-    texts = [f"{connected:.0f} of {expected_workers} workers are connected"] if is_missing else []
+    texts = [f"only {connected:.0f} of {expected_workers} workers are connected"] if is_missing else []
 
     for name, process in zip(names, ("a worker", "a server"), strict=True):
         if lost_attempts := evidence.newest_gauges.get(name, 0.0):
-            texts.append(f"{lost_attempts:,.0f} attempts were lost with {process}, and begun again")
+            texts.append(f"{lost_attempts:,.0f} attempts were lost with {process} and restarted")
 
     if newest := evidence.status.get("lost"):
-        texts.append(f"the newest: {newest}")
+        texts.append(f"latest: {newest}")
 
     is_recent = is_missing or any(evidence.growth_of(name) for name in names)
     return Finding(", ".join(texts), is_mild=not is_recent) if texts else None
@@ -374,7 +374,7 @@ def _find_wrong_account(evidence: Evidence) -> Finding | None:
     account = account_of(evidence.newest_gauges)
     if account.conserved:
         return None
-    return Finding(f"{account.issued:,} episodes issued are not the sum of all states")
+    return Finding(f"{account.issued:,} episodes were issued, but the states add up to a different number")
 
 
 def _find_constant_reward(evidence: Evidence) -> Finding | None:
@@ -430,7 +430,7 @@ def _find_collapse(evidence: Evidence) -> Finding | None:
     now = mean(evidence.last_steps, metric.ENTROPY)
     if before is None or now is None or now > min(COLLAPSED_ENTROPY, before / 10):
         return None
-    return Finding(f"entropy fell from {before:.3g} to {now:.3g} nats a token")
+    return Finding(f"entropy fell from {before:.3g} to {now:.3g} nats per token")
 
 
 def _find_gap(evidence: Evidence) -> Finding | None:
@@ -439,27 +439,25 @@ def _find_gap(evidence: Evidence) -> Finding | None:
     now = mean(evidence.last_steps, name)
     if before is None or now is None or now < max(LARGE_GAP, GAP_GROWTH * before):
         return None
-    return Finding(f"trainer and engine differ by {now:.3g} nats a token, {before:.3g} at the beginning")
+    return Finding(f"trainer and engine differ by {now:.3g} nats per token, {before:.3g} at the start")
 
 
 def _find_skipped(evidence: Evidence) -> Finding | None:
     count = int(sum(row.get("actor/skipped_steps", 0.0) for row in evidence.last_steps))
-    return Finding(f"{count} of the last {len(evidence.last_steps)} were skipped") if count else None
+    return Finding(f"{count} of the last {len(evidence.last_steps)} steps were skipped") if count else None
 
 
 def _find_masked(evidence: Evidence) -> Finding | None:
     """Find that many tokens of all episodes are masked, or of long episodes, which then teach less."""
     masked_share = evidence.mean_of(metric.MASKED)
     if masked_share >= MASKED_SHARE:
-        return Finding(f"{masked_share:.0%} of the tokens were too old to be trained")
+        return Finding(f"{masked_share:.0%} of the tokens were too old to train on")
 
     lengths = names_matching(MASKED_BY_LENGTH, set[str]().union(*evidence.last_steps))
     share, length = max(
         ((evidence.mean_of(name), length) for length, name in lengths.items()), default=(0.0, "")
     )
-    description = (
-        f"{share:.0%} of the tokens of episodes of {length} tokens and more were too old to be trained"
-    )
+    description = f"{share:.0%} of the tokens in episodes of {length} or more tokens were too old to train on"
 
     return Finding(f"{description}, {masked_share:.1%} of all tokens") if share >= MASKED_TAIL_SHARE else None
 
@@ -470,7 +468,7 @@ def _find_scores_beyond(evidence: Evidence) -> Finding | None:
     default = ValidationConfig().success
     if evidence.keys.get("validation.success") != default or highest <= default * (1 + 1e-6):
         return None
-    return Finding(f"scores go up to {highest:g}, and {default:g} counts as a success, by default")
+    return Finding(f"scores reach {highest:g}, but by default a score of {default:g} counts as a success")
 
 
 def _find_side_requests(evidence: Evidence) -> Finding | None:
@@ -498,7 +496,7 @@ def _find_limit(evidence: Evidence) -> Finding | None:
     rollout_idle = evidence.mean_of(metric.ROLLOUT_IDLE)
     if trainer_idle < 1 - NEARLY_ALL < LIMITING_SHARE <= rollout_idle:
         return Finding(
-            f"by the trainer: it waits {trainer_idle:.0%} of the time, the engines {rollout_idle:.0%}"
+            f"the trainer (it waits {trainer_idle:.0%} of the time, the engines {rollout_idle:.0%})"
         )
 
     episode_seconds = mean(evidence.last_steps, "timing_s/episode/mean")
@@ -517,9 +515,9 @@ def _find_limit(evidence: Evidence) -> Finding | None:
     if parts[longest_part] < LIMITING_SHARE * episode_seconds:
         return None
 
-    share = f"{parts[longest_part]:.3g} s of an episode's {episode_seconds:.3g} s"
+    share = f"{parts[longest_part]:.3g} s of the {episode_seconds:.3g} s of an episode"
     return Finding(
-        f"by {longest_part}: it takes {share}, and the trainer waits {trainer_idle:.0%} of the time",
+        f"{longest_part} ({share}; the trainer waits {trainer_idle:.0%} of the time)",
         longest_part,
     )
 
@@ -530,9 +528,9 @@ ALERT_RULES: dict[str, Callable[[Evidence], Finding | None]] = {
     "held-out success fell": _find_fall,
     "attempts fail": _find_failing,
     "no progress": _find_stall,
-    "account is not exact": _find_wrong_account,
+    "episode counts do not add up": _find_wrong_account,
     "tools fail": _find_often(
-        "rollout/tool_failed_frac", "of the calls raised or ran out of time", FAILING_SHARE
+        "rollout/tool_failed_frac", "of the calls raised an exception or timed out", FAILING_SHARE
     ),
     "constant reward": _unless_taught(_find_constant_reward),
     "everything truncated": _find_cut_off,
@@ -541,15 +539,13 @@ ALERT_RULES: dict[str, Callable[[Evidence], Finding | None]] = {
     ),
     "nothing to learn": _unless_taught(_find_nothing_taught),
     "a process was lost": _find_loss,
-    "tools decline": _find_often(
-        "rollout/tool_declined_frac", "of the calls were answered with an error by the tool"
-    ),
+    "tools decline": _find_often("rollout/tool_declined_frac", "of the calls got an error from the tool"),
     "entropy collapse": _find_collapse,
     "growing log-prob gap": _find_gap,
     "skipped optimizer steps": _find_skipped,
     "many tokens masked": _find_masked,
-    "success is set low": _find_scores_beyond,
-    "limited": _find_limit,
-    "rows beside the main one": _find_side_requests,
+    "success threshold is low": _find_scores_beyond,
+    "bottleneck": _find_limit,
+    "extra rows per episode": _find_side_requests,
     "little to learn": _unless_taught(_find_little_taught),
 }

@@ -44,7 +44,7 @@ class BackgroundCalls:
         `seconds`, or at once if too many calls wait."""
         answer: Future[T] = Future()
         if not self.call(partial(fulfil, answer, function)):
-            raise TimeoutError("earlier calls have no answer yet")
+            raise TimeoutError("earlier calls are still waiting for an answer")
         try:
             return answer.result(self._seconds_left(seconds))
         except TimeoutError:

@@ -57,13 +57,13 @@ PHASES = (  # phases of the trainer in their order, without overlap
 CHARTS: dict[str, dict[str, Sequence[str]]] = {  # group → title → metrics; the text for a `*` is the label
     "learning": {
         "Reward, before shaping": (REWARD,),
-        "Success, held out": (SAMPLED, GREEDY),
+        "Held-out success": (SAMPLED, GREEDY),
         "Loss per token (supervised)": (NLL, NLL_HELD_OUT),
-        "Score, held out": (SAMPLED_SCORE, GREEDY_SCORE),
-        "Components of the reward": (COMPONENT,),
-        "Components, held out": (COMPONENT_HELD_OUT,),
-        "Reward of the trained": ("critic/score/mean",),
-        "Nothing to learn from, share": (ZERO_ADVANTAGE, FILTERED),
+        "Held-out score": (SAMPLED_SCORE, GREEDY_SCORE),
+        "Reward components": (COMPONENT,),
+        "Held-out components": (COMPONENT_HELD_OUT,),
+        "Reward of trained episodes": ("critic/score/mean",),
+        "Nothing to learn from, share of episodes or groups": (ZERO_ADVANTAGE, FILTERED),
         "Entropy, nats per token": (ENTROPY,),
         "Policy loss": ("actor/pg_loss",),
         "Gradient norm": ("actor/grad_norm",),
@@ -76,7 +76,7 @@ CHARTS: dict[str, dict[str, Sequence[str]]] = {  # group → title → metrics; 
             "rollout_corr/rho_eff_sample_size",
             "rollout_corr/rho_seq_eff_sample_size",
         ),
-        "Log-prob gap of one version": ("rollout_corr/logprob_diff_mean", "rollout_corr/logprob_diff_max"),
+        "Log-prob gap in one version": ("rollout_corr/logprob_diff_mean", "rollout_corr/logprob_diff_max"),
     },
     "speed": {
         "Tokens per second": ("rollout/tokens_per_s", "perf/throughput"),
@@ -88,12 +88,12 @@ CHARTS: dict[str, dict[str, Sequence[str]]] = {  # group → title → metrics; 
         "Memory, GB": ("perf/cpu_memory_used_gb", "perf/max_memory_allocated_gb"),
     },
     "data": {
-        "Response, tokens": (LENGTH,),
-        "Ends, share": ("rollout/end/*",),
-        "Flow, episodes": ("flow/issued", "flow/trained", "flow/filtered", "flow/dropped", "flow/failed"),
-        "Not over, episodes": ("flow/in_flight", "flow/ready", "flow/taken"),
-        "Calls of an episode": ("tool_call_counts/mean",),
-        "Attempts that failed": ("rollout/attempts_failed/*",),
+        "Response length, tokens": (LENGTH,),
+        "Ends of episodes, share": ("rollout/end/*",),
+        "Flow of episodes": ("flow/issued", "flow/trained", "flow/filtered", "flow/dropped", "flow/failed"),
+        "Unfinished episodes": ("flow/in_flight", "flow/ready", "flow/taken"),
+        "Tool calls per episode": ("tool_call_counts/mean",),
+        "Failed attempts": ("rollout/attempts_failed/*",),
     },
 }
 LARGE_CHARTS = 2  # the first charts of a group are large

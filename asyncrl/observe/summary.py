@@ -117,12 +117,17 @@ def outcome_line(summary: Mapping[str, Any], ended: str = "completed", total: in
         key = "reward" if summary.get("nll_first") is None else "nll"
         name = label(TRAINING_RESULTS[key])
         values = [text_of(key, summary.get(f"{key}_{when}")) for when in ("first", "last")]
-        change = f"{name} {' → '.join(dict.fromkeys(values))}" if all(values) else "no reward is known"
+        change = f"{name} {' → '.join(dict.fromkeys(values))}" if all(values) else "no reward recorded"
         text = f"{change} {steps_text}; {f'{before[0]} before' if before else 'no validation was run'}"
     else:
-        text = f"{before[0]}{' before training' if total else ''}" if before else "no step is over"
+        text = f"{before[0]}{' before training' if total else ''}" if before else ""
 
-    text = text if ended in ("", "completed") else f"{ended.partition(':')[0]}: {text}"
+    ending = "" if ended in ("", "completed") else ended.partition(":")[0]
+    if not text:
+        text = f"{ending} before the first step finished" if ending else "no step has finished"
+    elif ending:
+        text = f"{ending}: {text}"
+
     return text[0].upper() + text[1:]
 
 
@@ -202,7 +207,7 @@ def failures_line(counts: Mapping[str, int], newest: str) -> str:
     kinds = ", ".join(
         f"{count:,} {kind}" for kind, count in sorted(counts.items(), key=lambda item: -item[1])
     )
-    return f"attempts failed: {kinds}" + (f"; the newest: {newest}" if newest else "")
+    return f"attempts failed: {kinds}" + (f"; latest: {newest}" if newest else "")
 
 
 def summary_notes(summary: Mapping[str, Any]) -> list[str]:
@@ -212,7 +217,8 @@ def summary_notes(summary: Mapping[str, Any]) -> list[str]:
         names = ["scored", "failed", "in_flight"]
         if account.get("begun_anew"):
             names.append("begun_anew")
-        parts = (f"{account.get(name, 0)} {name.replace('_', ' ')}" for name in names)
+        words = {"in_flight": "in flight", "begun_anew": "started again"}
+        parts = (f"{account.get(name, 0)} {words.get(name, name)}" for name in names)
         lines.append(f"held out: {account['issued']} issued = {' + '.join(parts)}")
     return [line for line in lines if line]
 

@@ -63,14 +63,15 @@ DIAGNOSTICS = (  # printed by `asyncrl runs show --all`
     SummaryNumber("probe_noise_floor", "weights/probe_noise_floor", ".1e"),
 )
 ROUNDING_NOTE = (
-    " (bfloat16 rounds: 0.1 to 0.6 is usual, several times `by rounding alone` is not; docs/guides/gpus.md)"
+    " (bfloat16 rounding: 0.1 to 0.6 is normal, several times `by rounding alone` is not; see "
+    "docs/guides/gpus.md)"
 )
 ASYNCHRONY_TEXTS = {  # the numbers of docs/dev/promises.md
-    "lag_max": "lag at most {:.0f}",
+    "lag_max": "lag ≤ {:.0f}",
     "trajectories_multi_version": "{:.0%} of episodes span several versions",
     "logprob_diff_max_same_version": "log-prob gap ≤ {:.1g}",
     "probe_logprob_diff_max": "weights gap ≤ {:.1g}",
-    "weights_stall_s_mean": "a push stops the trainer for {:.2g} s",
+    "weights_stall_s_mean": "a weight push stalls the trainer for {:.2g} s",
 }
 MAX_ROUNDED_GAP = 1e-3  # nats: a larger gap is rounding of bfloat16, or a fault
 MAX_COMPONENTS = 8  # components of a reward that are printed

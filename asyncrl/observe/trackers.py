@@ -94,10 +94,10 @@ class Trackers:
     def close(self) -> None:
         """Close the trackers after all rows are sent, for at most PATIENCE_SECONDS."""
         if not self._calls.close(PATIENCE_SECONDS):
-            log.warning("trackers: not done after %g s; all rows are in metrics.jsonl", PATIENCE_SECONDS)
+            log.warning("trackers: not finished after %g s; all rows are in metrics.jsonl", PATIENCE_SECONDS)
             return
         if self._calls.lost_calls:
-            log.warning("trackers: %d rows are in metrics.jsonl only", self._calls.lost_calls)
+            log.warning("trackers: %d unsent rows are only in metrics.jsonl", self._calls.lost_calls)
         self._failed_trackers.clear()  # closing keeps the rows that failed trackers have
         # The calls are made in this, the main thread, as swanlab resets signal handlers.
         self._call_each(lambda tracker: tracker.close())
@@ -123,7 +123,9 @@ class Trackers:
                 with users_code():  # a library may end the program
                     call(self._trackers[name])
             except Exception as error:
-                log.warning("tracker %s is left out from here on: %s", name, one_line(error))
+                log.warning(
+                    "tracker %s failed and is disabled for the rest of this launch: %s", name, one_line(error)
+                )
                 self._failed_trackers.add(name)
 
 
@@ -306,7 +308,7 @@ def _swanlab_logged_in(module: Any) -> bool:
 
 
 def _not_started_text(name: str, error: Exception) -> str:
-    return f"tracker {name} cannot be started: {one_line(error)}; leave it out of observe.trackers to go on"
+    return f"tracker {name} cannot be started: {one_line(error)}; remove it from observe.trackers to continue"
 
 
 def _open_wandb(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
@@ -369,6 +371,6 @@ def _import_module(name: str) -> Any:
     except ImportError as error:
         package = f"'asyncrl[{name}]'" if name in PACKAGE_EXTRAS else name
         raise ConfigError(
-            f"tracker {name} is not installed ({error}); pip install {package}, or leave it out of "
+            f"tracker {name} is not installed ({error}); pip install {package}, or remove it from "
             "observe.trackers"
         ) from None

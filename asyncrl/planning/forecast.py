@@ -147,8 +147,8 @@ def fit(
     run is too short."""
     if len(rows) < MIN_ROWS or not recorded:
         raise ConfigError(
-            f"too little was recorded to plan from: it needs {MIN_ROWS} committed steps, and groups whose "
-            "turns are kept (store.keep_bytes); let the run go on, or measure a probe"
+            f"not enough recorded to plan from: planning needs {MIN_ROWS} committed steps, and groups whose "
+            "turns are stored (store.keep_bytes); let the run continue, or measure a probe"
         )
 
     rows = steady_steps(rows)
@@ -161,7 +161,7 @@ def fit(
     shift_s = sum(_mean(rows, name) for name in ("shift/sleep_s", "timing_s/wake", "shift/wake_s"))
     shift_source = (
         f"{state_bytes / 1e9:.3g} GB of weights and optimizer both ways at {MOVE_BYTES_PER_SECOND / 1e9:g} "
-        "GB/s a rank"
+        "GB/s per rank"
     )
 
     return Rates(
@@ -264,7 +264,7 @@ def predict(config: RunConfig, rates: Rates, steps: int = 0, seeds: Sequence[int
 def simulate(work: Workload, steps: int = 0, seeds: Sequence[int] = (0,)) -> Forecast:
     """Predict a workload, as `predict` does."""
     steps = steps or min(MAX_STEPS, max(MIN_STEPS, MAX_EPISODES // work.buffer.batch_size))
-    with ConfigError.instead_of(ValueError, text="no step of this configuration can be predicted"):
+    with ConfigError.instead_of(ValueError, text="cannot predict a step of this configuration"):
         simulated_steps = [step for seed in seeds for step in steady_steps(Simulation(work, seed).run(steps))]
 
     names = ("seconds", "train", "rollout", "awake", "lag", "masked", "tokens")
@@ -294,12 +294,12 @@ def time_savings(config: RunConfig, rates: Rates, seeds: Sequence[int] = (0,)) -
         "tools and rewards": replace(work, recorded=scale_waits(work.recorded, 0.5)),
         "rollout.slots": replace(work, slots=work.slots * 2),
         "buffer.max_staleness": replace(work, buffer=longer_buffer),
-        "pushes of weights": replace(work, publish=work.publish / 2),
+        "weight pushes": replace(work, publish=work.publish / 2),
     }
 
     if work.shift is not None:
-        changed_workloads["changes of the devices"] = replace(work, shift=work.shift / 2)
-        del changed_workloads["pushes of weights"]  # pushes are a part of these changes
+        changed_workloads["device changes"] = replace(work, shift=work.shift / 2)
+        del changed_workloads["weight pushes"]  # pushes are a part of these changes
 
     current_seconds = simulate(work, seeds=seeds).step_s
     return {

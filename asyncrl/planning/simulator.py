@@ -188,7 +188,7 @@ class Simulation:
         )
         event_time = min(turn_end, self._events[0][0] if self._events else math.inf)
         if event_time == math.inf:
-            raise ValueError("the simulated run waits for nothing: its workload cannot fill a batch")
+            raise ValueError("the simulated run is stuck: its workload cannot fill a batch")
 
         self._served_tokens += token_rate * (event_time - self.now)
         if sampling_count:

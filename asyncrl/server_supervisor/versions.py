@@ -175,10 +175,10 @@ class ServerVersions:
 
         if not self._probe_checked and message.probe_gap > max_gap:
             raise ConfigError(
-                f"engine {self._index}: the server computes another model: its log-probs of version "
+                f"engine {self._index}: the server computes a different model: its log-probs of version "
                 f"{message.ref.version.step} differ from the trainer's by up to {message.probe_gap:.3g} "
-                f"nats, where rounding explains {max_gap:.3g}; "
-                "start it with the trainer's model.path and dtype"
+                f"nats, but rounding explains only {max_gap:.3g}; start it with the trainer's model.path and "
+                "dtype"
             )
 
         self._probe_checked = not message.unproven

@@ -104,7 +104,7 @@ class Checkpoints:
                 ValueError,
                 ImportError,
                 text=f"checkpoint.directory {location}: cannot be opened",
-                advice="install what fsspec needs for it (s3fs for s3://), or give a directory",
+                advice="install what fsspec needs for it (s3fs for s3://), or use a directory",
             ):
                 self._fs, self.root = url_to_fs(location)
 
@@ -130,9 +130,7 @@ class Checkpoints:
             manifest = msgspec.json.decode(content, type=CheckpointManifest)
 
         if manifest.step != step:
-            raise CheckpointError(
-                f"{path}: it was renamed or copied, its manifest is of step {manifest.step}"
-            )
+            raise CheckpointError(f"{path}: renamed or copied; its manifest is of step {manifest.step}")
 
         return manifest
 
@@ -155,11 +153,11 @@ class Checkpoints:
                 with self.open_file(step, file_name) as file:
                     digest = hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
                     if (file.seek(0, os.SEEK_END), digest) != recorded_fingerprint:
-                        return f"{file_name} is not as written"
+                        return f"{file_name} differs from its checksum"
         except (CheckpointError, OSError) as error:
             return one_line(error)
 
-        return "" if manifest.files else "the manifest names no file"
+        return "" if manifest.files else "the manifest lists no files"
 
     def open_file(self, step: int, name: str) -> Any:
         """Open a file of a checkpoint to read."""
@@ -191,8 +189,8 @@ class Checkpoints:
             path = self.file_path(step, name)
             if not self._fs.exists(path) or self._fs.size(path) != size:
                 raise CheckpointError(
-                    f"{path}: another rank wrote it, and it is not here; set checkpoint.directory to a "
-                    "place that all ranks share"
+                    f"{path}: written by another rank and missing here; set checkpoint.directory to a "
+                    "directory that all ranks share"
                 )
 
         self._sync_names(step, manifest.files)

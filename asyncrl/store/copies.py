@@ -157,7 +157,7 @@ def restore_newest(run_dir: Path) -> list[str]:
     folder = run_dir / FOLDER
     good_copy = next(filter(_is_good, _finished_copies(folder)), None)
     if good_copy is None:
-        raise ConfigError(f"{database_path}: no good copy in {folder}; begin a new run with another name=…")
+        raise ConfigError(f"{database_path}: no usable copy in {folder}; start a new run with another name=…")
 
     # The epochs of the restored run are larger than every epoch that was ever used.
     restored_copy = _unfinished_directory(folder)
@@ -186,12 +186,13 @@ def restore_newest(run_dir: Path) -> list[str]:
 
     pruned_episodes = _read_number(run_dir, "SELECT sum(count) FROM pruned")
     return [
-        f"{database_path}: made from {good_copy}, {_progress_of(run_dir)}; "
-        f"what was there is in {damaged_directory}",
-        f"lost: what came after; the damaged one, as far as it can be read, says {damaged_progress}. "
-        "Steps after the newest checkpoint are trained again, what was issued since is sampled again",
-        f"lost: of {pruned_episodes:,} episodes that are over all but their number",
-        f"lost: payloads of {' '.join(_unreadable_episodes(run_dir)) or 'no episode that is needed'}",
+        f"{database_path}: restored from {good_copy}, {_progress_of(run_dir)}; the damaged files are in "
+        f"{damaged_directory}",
+        "lost: everything after that copy; as far as the damaged database can be read, it has "
+        f"{damaged_progress}. Steps after the newest checkpoint are trained again, and episodes issued "
+        "since are sampled again",
+        f"lost: the records of {pruned_episodes:,} finished episodes, except their number",
+        f"lost: payloads of {' '.join(_unreadable_episodes(run_dir)) or 'no needed episode'}",
     ]
 
 

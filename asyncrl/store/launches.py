@@ -56,7 +56,7 @@ def launches_of(run_dir: Path) -> list[LaunchRecord]:
         return [LaunchRecord(0, msgspec.yaml.decode(config_path.read_bytes(), type=dict[str, Any]))]
     except (OSError, *UNDECODABLE) as error:
         raise ConfigError(
-            f"{config_path}: not readable ({one_line(error)}); restore it, or begin a new run with another "
+            f"{config_path}: not readable ({one_line(error)}); restore it, or start a new run with another "
             "name=…"
         ) from None
 
@@ -65,7 +65,7 @@ def launch_at(launches: Sequence[LaunchRecord], step: int) -> LaunchRecord:
     """Return the launch that trained a step, or the newest launch for 0 and NO_STEP: not trained yet.
     ConfigError without launches."""
     if not launches:
-        raise ConfigError("the run has no record of its configuration: run.db and config.yaml are gone")
+        raise ConfigError("the run has no record of its configuration: run.db and config.yaml are missing")
     return next((launch for launch in reversed(launches) if launch.step < step or step < 1), launches[0])
 
 

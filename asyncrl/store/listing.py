@@ -53,11 +53,11 @@ FACETS = {
     "reason": "reason",
     "end": "end",
     "score": "score",
-    "failed_tool": "tool that failed",
+    "failed_tool": "first failed tool",
     "agent": "agent",
     "mode": "mode",
     "source": "source",
-    "stale": "tokens masked as too old",
+    "stale": "tokens masked for age",
 }
 NEWEST_FIRST = "e.group_id DESC, e.step DESC, e.member, e.uid"  # held-out episodes last
 # The order for a finished run: unfinished episodes come last, because they hold nothing to read.
@@ -105,11 +105,11 @@ class Listing(msgspec.Struct, frozen=True):
             conditions = _conditions.decode(where or "[]")
         except UNDECODABLE as error:
             raise ConfigError(
-                f"episodes: where: {one_line(error)}; give a list of [column, operator, value]"
+                f"episodes: where: {one_line(error)}; write a list of [column, operator, value]"
             ) from None
 
         if start and not (start.isdecimal() and len(start) < 10):
-            raise ConfigError(f"episodes: start={start}: give a number from 0 on")
+            raise ConfigError(f"episodes: start={start}: use a number from 0 upward")
 
         sort = NEWEST_FIRST
         if sort_column := order.removeprefix("-"):
@@ -147,7 +147,7 @@ def column_expression(name: str) -> str:
         return "e.components ->> '$.\"{}\"'".format(name.removeprefix(COMPONENT_PREFIX).replace("'", "''"))
     if name not in COLUMNS:
         raise ConfigError(
-            f"episodes: no column {name!r}; there are {', '.join(COLUMNS)}, {COMPONENT_PREFIX}NAME"
+            f"episodes: no column {name!r}; columns: {', '.join(COLUMNS)}, {COMPONENT_PREFIX}NAME"
         )
     return COLUMNS[name]
 
@@ -188,7 +188,7 @@ def _clauses(conditions: Sequence[tuple[str, Operator, Any]]) -> list[Clause]:
 
 def _comparable_value(value: Any) -> Value:
     if isinstance(value, tuple) or (isinstance(value, int) and abs(value) >= 1 << 63):
-        raise ConfigError(f"episodes: where: nothing compares with {value}; give a smaller number or a text")
+        raise ConfigError(f"episodes: where: nothing compares with {value}; use a smaller number or a text")
     comparable: Value = value
     return comparable
 
@@ -277,7 +277,7 @@ def _facet_values(facet: Facet, value_counts: Counter[Any]) -> list[dict[str, An
         return [{"value": value, "label": label, "count": count} for value, label, count in labelled_counts]
 
     common_values = value_counts.most_common(MAX_FACET_VALUES)
-    labels = {"": "none", None: "not known", "landed": "ended"}
+    labels = {"": "none", None: "unknown", "landed": "ended"}
     return [{"value": value, "label": labels.get(value, value), "count": n} for value, n in common_values]
 
 
@@ -311,7 +311,7 @@ def _range_label(start: float | None, end: float | None) -> str:
     if start is None:
         return f"under {end:g}"
     if end is None:
-        return f"{start:g} and more"
+        return f"{start:g} or more"
     return f"{start:g} to {end:g}"
 
 

@@ -163,7 +163,7 @@ def check_schema(run_dir: Path) -> None:
     database_path = run_dir / DATABASE
     if not database_path.exists() or not database_path.stat().st_size:
         if (run_dir / "segments").exists():  # without segments the first coordinator ended early
-            raise ConfigError(f"{database_path}: is gone{RESTORE_ADVICE}")
+            raise ConfigError(f"{database_path}: missing{RESTORE_ADVICE}")
         return
 
     with closing(open_to_read(run_dir)) as db:
@@ -179,7 +179,7 @@ def check_schema(run_dir: Path) -> None:
 
         if check_result != "ok":
             damage = " ".join(check_result.split())
-            raise ConfigError(f"{database_path}: is damaged ({damage}){RESTORE_ADVICE}")
+            raise ConfigError(f"{database_path}: damaged ({damage}){RESTORE_ADVICE}")
 
         try:
             _check_continuable(db, database_path)
@@ -204,7 +204,7 @@ def _other_version_error(db: sqlite3.Connection, path: Path, verb: str) -> Confi
     if writer and _minor_version(writer) != _minor_version(__version__):
         cure = f'pip install "asyncrl=={_minor_version(writer)}.*"'
     if verb == "continue":
-        cure += ", or begin a new run with name=…"
+        cure += ", or start a new run with name=…"
 
     return ConfigError(
         f"{path}: written by {f'asyncrl {writer}' if writer else 'a commit before asyncrl 0.1.0'} (schema "

@@ -134,7 +134,7 @@ class SegmentReader:
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
-                log.warning("%s, which is not needed any more, stays: %s", path, error)
+                log.warning("cannot delete %s, which is no longer needed: %s", path, error)
             else:
                 removed += 1
 

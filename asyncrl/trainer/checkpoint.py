@@ -149,7 +149,7 @@ def load_checkpoint(checkpoints: Checkpoints, step: int, learner: Learner) -> Ch
         state.pop("rng")
 
     if "critic" in state and not any(name.startswith("critic.") for name in stored_tensors):
-        logger.warning("checkpoint %s has no critic: it starts anew", path)
+        logger.warning("checkpoint %s has no critic; starting a new critic", path)
         state.pop("critic")
 
     try:
@@ -175,7 +175,7 @@ def newest_step(checkpoints: Checkpoints, before_step: float = math.inf) -> int:
         if not problem:
             return step
         logger.warning(
-            "checkpoint %s is damaged (%s): falling back to the one before",
+            "checkpoint %s is damaged (%s); falling back to the previous one",
             checkpoints.file_path(step),
             problem,
         )
@@ -290,7 +290,8 @@ def write_adapters(checkpoints: Checkpoints, step: int, config: RunConfig, out_d
     }
     if not adapter_tensors:
         raise ConfigError(
-            f"{checkpoints.file_path(step)}: has no adapters, all weights were trained; merge it"
+            f"{checkpoints.file_path(step)}: no adapters, because all weights were trained; use --adapters "
+            "merged"
         )
 
     with warnings.catch_warnings():  # loading without other processes is intended

@@ -68,9 +68,9 @@ def shared_checkpoints(config: RunConfig, run_dir: Path, world: World) -> Checkp
 
     if blind_ranks:
         raise ConfigError(
-            f"checkpoint.directory: {checkpoints.root} is not one place for all trainer ranks, "
-            f"{', '.join(blind_ranks)} does not see what the others write there; set it "
-            "to one that all nodes share, or to a URL"
+            f"checkpoint.directory: {checkpoints.root} is not shared by all trainer ranks "
+            f"({', '.join(blind_ranks)} cannot see what the others write there); set it to a directory that "
+            "all nodes share, or to a URL"
         )
 
     return checkpoints
@@ -177,7 +177,7 @@ class Checkpointing:
         if not all(self._world.gather(result.done(), bool)):
             if time.monotonic() - started_at > self._write_limit:
                 raise DeadlineError(
-                    f"the checkpoint of step {manifest.step} took over {self._write_limit:.0f} s"
+                    f"the checkpoint of step {manifest.step} took longer than {self._write_limit:.0f} s"
                 )
             return False
 
@@ -206,6 +206,6 @@ class Checkpointing:
             try:
                 self.checkpoints.prune_steps(manifest.step, self._config.keep, self.best_step)
             except OSError as error:
-                log.warning("older checkpoints are not deleted: %s", error)
+                log.warning("older checkpoints were not deleted: %s", error)
 
         return ""

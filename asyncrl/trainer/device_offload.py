@@ -59,7 +59,7 @@ class DeviceOffload:
         with self._timeline.span("rest"), self._learner.stopwatch.phase("rest", waiting=True):
             if not self.is_offloaded:
                 self._copy_and_empty()
-            meet("the other ranks, which leave the devices to engines")
+            meet("the other ranks to leave the devices to the engines")
 
     def onload(self) -> None:
         """Bring all tensors back, if this rank has offloaded."""
@@ -96,7 +96,7 @@ class DeviceOffload:
         error_text = (
             f"engine.colocated: {sum(storage_sizes) / 1e9:.2f} GB of a trainer rank do not fit in main memory"
         )
-        advice = "free room there, set model.lora_rank, or set engine.colocated=0"
+        advice = "free memory there, set model.lora_rank, or set engine.colocated=0"
         with ConfigError.instead_of(MemoryError, RuntimeError, text=error_text, advice=advice):
             storage_parts = list(
                 zip(moved_storages, self._host_memory(sum(storage_sizes)).split(storage_sizes), strict=True)

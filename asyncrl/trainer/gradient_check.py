@@ -95,7 +95,7 @@ def check_gradients(
                 relative_distance = distances[quantity] / max(expected_norms[quantity], 1e-30)
                 if not relative_distance < limit:  # also NaN
                     problems[method] = (
-                        f"has {quantity} that differ from those of rows one by one by "
+                        f"has {quantity} that differ from those of single rows by "
                         f"{relative_distance:.1e} of their norm (limit {limit:.0e})"
                     )
                     differs = True
@@ -149,7 +149,7 @@ def sharing_problem(model: PreTrainedModel) -> str:
     for name, layer in named_layers(model).items():
         if has_state(layer):
             described_layer = f"{name} ({type(layer).__name__})"
-            return f"has layers that carry a state, and ranks cannot share a row of those: {described_layer}"
+            return f"has layers that carry a state, and ranks cannot share their rows: {described_layer}"
     return ""
 
 
@@ -194,7 +194,7 @@ def describe_layer_difference(root: nn.Module, sequences: Sequence[np.ndarray], 
         )
 
         name = call_key[0]
-        effect = "mixes rows" if is_mixed else "computes rows together otherwise than one by one"
+        effect = "mixes rows" if is_mixed else "computes rows differently together than one by one"
         return f"{name} ({type(layers[name]).__name__}) {effect}"
 
     return ""

@@ -42,13 +42,13 @@ def prepare_layers(
     if not layers and (recomputed_every or trainer.compile):
         config_key = "activation_checkpointing" if recomputed_every else "compile"
         raise ConfigError(
-            f"trainer.{config_key}: {type(model).__name__} does not name its layers; leave it out"
+            f"trainer.{config_key}: {type(model).__name__} does not name its layers; remove the key"
         )
 
     compiler = os.environ.get("CXX", "g++")
     if trainer.compile and not torch.cuda.is_available() and not shutil.which(compiler):
         raise ConfigError(
-            f"trainer.compile: needs a C++ compiler on a CPU, and {compiler} (CXX) is not there"
+            f"trainer.compile: needs a C++ compiler on a CPU, but {compiler} (CXX) was not found"
         )
 
     if trainer.compile:  # attention and states are loops over the nodes of a micro-batch

@@ -74,7 +74,9 @@ def read_model(role: ModelRole, path: str, dtype: str, world: World, key: str) -
         filled_model = None
         if not is_sliced and world.rank == 0:
             logger.warning(
-                "%s: its files do not hold the weights as they are: rank 0 reads all of them", path
+                "%s: its files do not store the weights in the layout of the model, so rank 0 reads all of "
+                "them",
+                path,
             )
             filled_model = load_pretrained(role, path, f"{key} {path}", dtype=master_dtype(dtype))
 

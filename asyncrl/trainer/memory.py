@@ -101,7 +101,7 @@ def try_largest(learner: Learner) -> None:
         learner.critic.optimizer.zero_grad()
     trim_heap()
     log.info(
-        "the largest micro-batch, %d rows of %d tokens, was tried in %.1f s",
+        "tried the largest micro-batch, %d rows of %d tokens, in %.1f s",
         sequence_count,
         sequence_length,
         time.monotonic() - started_at,

@@ -356,10 +356,12 @@ def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference
     if is_smaller or (
         reference.vocabulary > policy.vocabulary and config.kl.diverges and not config.kl.top_k
     ):
-        advice = "set kl.top_k if it is only filled up further, else use one with the policy's tokenizer"
+        advice = (
+            "set kl.top_k if its vocabulary is only padded further, else use one with the policy's tokenizer"
+        )
         if is_smaller:
             advice = (
-                f"ids from {reference.vocabulary} on can be sampled, too; save the reference after "
+                f"ids from {reference.vocabulary} onward can also be sampled; save the reference after "
                 f"resize_token_embeddings({policy.vocabulary})"
             )
 

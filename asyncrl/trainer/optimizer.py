@@ -97,7 +97,7 @@ def build_optimizer(parameters: list[nn.Parameter], trainer: TrainerConfig, lr: 
         optimizer = make_named(parameters, **{"lr": lr, **configured, **options})
 
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"{key}: {name} gives {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        raise ConfigError(f"{key}: {name} returns {type(optimizer).__name__}, not a torch.optim.Optimizer")
 
     return optimizer
 
@@ -170,7 +170,7 @@ class SpikeError(AsyncrlError):
     """The batch of a step spiked, and is to be left out: its gradient `norm` exceeds `limit`."""
 
     def __init__(self, step: int, norm: float, limit: float) -> None:
-        excess = f", over {limit:g} (trainer.spike_factor)" if math.isfinite(norm) else ""
+        excess = f", above {limit:g} (trainer.spike_factor)" if math.isfinite(norm) else ""
         super().__init__(f"step {step} spiked: its gradient norm is {norm:g}{excess}")
 
 

@@ -155,7 +155,7 @@ class Publishing:
     def unwritten_reason(self) -> str:
         """Says why the newest version is not written yet, on a full disk; else ''."""
         full_disk = self._publisher.full_error if self._publisher is not None else ""
-        return full_disk and f"weights are not written, free space there: {full_disk}"
+        return full_disk and f"cannot write the weights, free some space: {full_disk}"
 
     def drain(self) -> None:
         """Write the published versions before this rank ends. Called on all ranks."""
@@ -251,7 +251,7 @@ class PublisherThread:
                 log.info("v%d was replaced by a newer version before it was written", snapshot.version.step)
             except Exception as error:
                 if disk_full(error):
-                    log.warning("v%d is not written: %s", snapshot.version.step, error)
+                    log.warning("v%d was not written: %s", snapshot.version.step, error)
                     with self._wake:
                         self.full_error = one_line(error)
                         if not self._wake.wait_for(lambda: self._closing, FULL_RETRY_SECONDS):

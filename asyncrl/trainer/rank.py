@@ -232,7 +232,7 @@ class TrainerRank:
         step = self.learner.step + 1
         planned_work = list[tuple[trainer.PlannedTrajectory, list[Turn]]]()
 
-        offload_note = ", at rest while engines sample" if self.device_offload.is_offloaded else ""
+        offload_note = ", offloaded while engines sample" if self.device_offload.is_offloaded else ""
         with self._waiting("wait_devices" if offload_note else "wait_data"):
             request = trainer.PlanRequest(
                 self.trainer_epoch, step, part_index, self.device_offload.is_offloaded
@@ -286,7 +286,7 @@ class TrainerRank:
         decision."""
         message = give_up_message(error, self.trainer_epoch, self.trainer_world.rank, self.learner)
         try:
-            self.client.request(message, "the coordinator's answer to a batch that was given up")
+            self.client.request(message, "the coordinator's answer about an abandoned batch")
         except Stopped as stop:
             return f"{message.detail}: {stop}"
         raise AssertionError("unreachable: only Stop ends this wait")

@@ -65,12 +65,12 @@ def start_step(reader: RunReader, checkpoints: Checkpoints, step: int) -> int:
     }
     start_of_end = {end: start for start, end in sorted(end_of_start.items(), reverse=True) if end > start}
     spans = [f"{start + 1} to {end}" for end, start in sorted(start_of_end.items())]
-    reason = "it needs a checkpoint before it, and the plans and turns of all batches since"
+    reason = "a replay needs an earlier checkpoint, and the plans and turns of all batches since"
     if reader.plan_hash(step) is None:
         reason = "no such step was committed"
     raise ConfigError(
-        f"step {step} cannot be replayed: {reason}; these can: {', '.join(spans) or 'none'} "
-        "(store.keep_bytes, checkpoint.keep and checkpoint.every decide)"
+        f"step {step} cannot be replayed: {reason}; replayable steps: {', '.join(spans) or 'none'} (depends "
+        "on store.keep_bytes, checkpoint.keep and checkpoint.every)"
     )
 
 
@@ -91,5 +91,7 @@ def recorded_work(
                 for frame in list(reader.turn_frames(trajectory.uid, trajectory.frames))[::2]
             ]
             if not all(frames):
-                raise StoreError("turns of the batch were deleted meanwhile: set a larger store.keep_bytes")
+                raise StoreError(
+                    "turns of the batch were deleted in the meantime; set a larger store.keep_bytes"
+                )
             yield with_turns(ordered, frames)

@@ -170,7 +170,7 @@ class World:
 
         encoded_values = self._gather_bytes(msgspec.msgpack.encode(value))
         with ProtocolError.instead_of(
-            msgspec.DecodeError, text=f"a trainer rank sent what is no {value_type}"
+            msgspec.DecodeError, text=f"a trainer rank sent something other than {value_type}"
         ):
             return [
                 msgspec.msgpack.decode(encoded_value, type=value_type) for encoded_value in encoded_values
@@ -395,13 +395,13 @@ class _Meeting:
         deadline = time.monotonic() + self._meet_limit
         while missing_ranks := self._missing_ranks():
             missing_names = ", ".join(map(str, missing_ranks))
-            wait_name = f"trainer ranks meet: of {self._size}, not there yet: {missing_names}"
+            wait_name = f"trainer ranks {missing_names} of {self._size} to join"
             yield wait_name
 
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"waited {self._meet_limit:g} s at {self._rendezvous}: {wait_name}; "
-                    f"logs/trainer-{missing_ranks[0]}.log may say why"
+                    f"waited {self._meet_limit:g} s at {self._rendezvous} for {wait_name}; see "
+                    f"logs/trainer-{missing_ranks[0]}.log"
                 )
 
     def _missing_ranks(self) -> list[int]:
@@ -455,7 +455,7 @@ def _device(name: str, rank: int) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("model.device is cuda, and torch sees no GPU here; use auto or cpu")
+        raise ConfigError("model.device is cuda, but torch sees no GPU here; use auto or cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

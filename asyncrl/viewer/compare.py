@@ -94,15 +94,15 @@ def compare(runs: Sequence[Path], steps: Sequence[int | None]) -> dict[str, Any]
     ]
     warnings: list[str] = []
     if differing_keys:
-        warnings.append(f"Not judged alike: the configurations differ in {', '.join(differing_keys)}")
+        warnings.append(f"Scores are not comparable: configurations differ in {', '.join(differing_keys)}")
 
     question_count = len(first_answers.keys() | second_answers.keys())
     if unshared_count := question_count - sum(map(len, shared_pairs.values())):
-        warnings.append(f"{unshared_count} questions are not the same in both, and left out")
+        warnings.append(f"{unshared_count} questions are not the same in both and are left out")
 
     warnings += [
-        f"{side.failed_episodes} episodes of step {side.step} failed, or were not over in time: "
-        "they count as wrong"
+        f"{side.failed_episodes} episodes of step {side.step} failed or did not finish in time, "
+        "and count as wrong"
         for side in sides
         if side.failed_episodes
     ]

@@ -44,7 +44,9 @@ def load_decoder(model: str) -> Decode:
         with users_code():  # the library is in Rust, and panics
             tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises a bare Exception
-        raise ConfigError(f"{path}: no usable tokenizer ({one_line(error)}); put the model's back") from error
+        raise ConfigError(
+            f"{path}: no usable tokenizer ({one_line(error)}); restore the model's file"
+        ) from error
 
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
@@ -125,7 +127,7 @@ def transcript(
             token_values |= {
                 name: token_tensor.tolist() for name, token_tensor in named_parts if token_tensor is not None
             }
-            no_advantage = "" if "advantages" in token_values else "the advantage reads what models compute"
+            no_advantage = "" if "advantages" in token_values else "it needs values computed by models"
         except (AsyncrlError, ValueError) as error:
             no_advantage = one_line(error)
 
@@ -155,18 +157,16 @@ def _missing_advantage_reason(config: RunConfig, reader: RunReader, episode: Epi
     """Return why an episode has no advantages; '' if there are some. A viewer runs no code of users."""
     advantage_name, _ = name_and_options(config.algorithm.advantage)
     if episode.uid.startswith(UID_START):
-        return "it is held out: it is not trained"
+        return "held-out episodes are not trained"
     if not episode.stats.turns:
-        return "it is not over"
+        return "the episode has not finished"
 
     if advantage_name not in advantages:
-        return (
-            f"algorithm.advantage {advantage_name} is a function of the user's, which a viewer does not run"
-        )
+        return f"algorithm.advantage {advantage_name} is a custom function, which the viewer does not run"
 
     if episode.greedy or not reader.baseline(episode.group).results:
-        reason = "it is the greedy one" if episode.greedy else "its group is not settled"
-        return f"it is compared with nothing: {reason}"
+        reason = "it is the greedy episode" if episode.greedy else "its group is not settled"
+        return f"nothing to compare the episode with: {reason}"
 
     return ""
 

@@ -33,7 +33,7 @@ from asyncrl.observe.table import summary_numbers
 from asyncrl.store.launches import config_tree, describe_differences, differences, launches_of
 from asyncrl.viewer.compare import ALL_PREFIX, evaluation_measures, measure_title
 
-NO_MACHINE = "machine.json is missing or cannot be read: on which machine the run was made is not known"
+NO_MACHINE = "machine.json is missing or unreadable, so the machine of this run is unknown"
 MAX_ROWS = 400  # metrics rows; of a longer run some rows are chosen
 CURVE_POINTS = 120  # points of a small curve
 SHOWN_RESUMES = 3  # newest launches with changed keys
@@ -77,7 +77,7 @@ def overview(run_dir: Path, ending: str) -> dict[str, Any]:
         for old_launch, new_launch in pairwise(launches)
     ]
     resume_alerts = [
-        Alert(f"resumed with other keys, from step {step}", "advice", text, "", link={"tab": "charts"})
+        Alert(f"resumed with changed keys at step {step}", "advice", text, "", link={"tab": "charts"})
         for step, text in key_changes
         if text
     ]
@@ -122,18 +122,18 @@ def overview(run_dir: Path, ending: str) -> dict[str, Any]:
 
 def _outcome(ending: str, status: Mapping[str, Any], summary: Mapping[str, Any], is_training: bool) -> str:
     if not status and not ending and not summary["steps"]:
-        return "It starts: its coordinator has not reported yet"
+        return "Starting: the coordinator has not reported yet"
 
     evaluated = any(summary.get(f"{key}_before") is not None for key in HELD_OUT_RESULTS)
     if not (is_training or evaluated):
         if ending in ("", "completed"):
-            return "Evaluated without a reward" if ending else "It evaluates: no result is there yet"
+            return "Evaluated without a reward" if ending else "Evaluating: no results yet"
         return f"{ending.partition(':')[0].capitalize()}: nothing was evaluated"
 
     batch_fraction = 0.0 if ending or summary["steps"] else status.get("gauges", {}).get(metric.BATCH, 0.0)
     outcome_text = outcome_line(summary, ending, status.get("total_steps", 0))
     if batch_fraction > 0:
-        outcome_text += f"; {batch_fraction:.0%} of the first batch is there"
+        outcome_text += f"; {batch_fraction:.0%} of the first batch is ready"
 
     return outcome_text
 

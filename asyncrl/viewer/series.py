@@ -145,7 +145,7 @@ def run_marks(run_dir: Path, columns: MetricColumns) -> list[dict[str, Any]]:
     with suppress(AsyncrlError), closing(RunReader.open(run_dir)) as reader:
         launches = launches_of(run_dir)
         keys |= leaves(launches[-1].config)
-        launch_marks = dict.fromkeys(reader.restarts(), ("restart", "started again"))
+        launch_marks = dict.fromkeys(reader.restarts(), ("restart", "restarted"))
         for old_launch, new_launch in pairwise(launches):
             launch_marks[new_launch.first_step] = (
                 "resume",

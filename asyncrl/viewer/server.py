@@ -64,11 +64,11 @@ class ViewServer:
         that points here; only with the token."""
         token, _, view_path = request.path.removeprefix("/").partition("/")
         if request.method != "GET":
-            return _error(405, "only GET")
+            return _error(405, "only GET is allowed")
         if request.headers.get("Host", "") not in self._hosts:
             return _error(403, "unknown Host")
         if not secrets.compare_digest(token.encode(), self._token.encode()):
-            return _error(403, "open the address that `asyncrl view` has printed")
+            return _error(403, "open the address that `asyncrl view` printed")
         if request.path == f"/{token}/":
             return web.Response(text=build_page(), content_type="text/html", headers=HEADERS)
 
@@ -83,7 +83,7 @@ class ViewServer:
         except AsyncrlError as error:
             return _error(400, str(error))
         except TimeoutError:
-            return _error(504, f"not read within {ANSWER_DEADLINE:g} s")
+            return _error(504, f"reading the run took longer than {ANSWER_DEADLINE:g} s")
 
         return web.Response(
             body=msgspec.json.encode(view_answer), content_type="application/json", headers=HEADERS

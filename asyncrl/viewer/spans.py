@@ -37,7 +37,7 @@ def since_start(spans: np.ndarray, process_starts: Mapping[str, Sequence[float]]
         return times - run_start - paused_seconds
 
     marks = [
-        (on_run_clock(relaunch), f"launched again, {clock_text(pause_lengths.get(relaunch, 0))} later")
+        (on_run_clock(relaunch), f"relaunched {clock_text(pause_lengths.get(relaunch, 0))} later")
         for relaunch in relaunches
     ]
     for process, times in process_starts.items():
@@ -46,7 +46,7 @@ def since_start(spans: np.ndarray, process_starts: Mapping[str, Sequence[float]]
             for start in times[1:]
             if all(abs(start - relaunch) >= LAUNCH_WINDOW for relaunch in relaunches)
         ]
-        marks += [(on_run_clock(start), f"{process} began again") for start in lone_starts]
+        marks += [(on_run_clock(start), f"{process} restarted") for start in lone_starts]
 
     spans = spans.copy()
     spans["start"] = on_run_clock(spans["start"])

@@ -86,23 +86,23 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         """Describe why the files are unusable, with the likely cause; '' if the files are usable."""
         if self.missing:
             lacking = (
-                f"its files lack {_describe_names(self.missing)} of {self.model_class}, which would start as "
-                "random numbers"
+                f"its files lack {_describe_names(self.missing)} of {self.model_class}, which would be "
+                "initialized randomly"
             )
             return f"{lacking}; {self._likely_cause()}"
 
         if self.mismatched:
             return (
                 f"{'; '.join(self.mismatched[:NAMES_SHOWN])}: config.json and the files are of different "
-                "models; correct config.json, or fetch the model anew"
+                "models; correct config.json, or download the model again"
             )
 
         if self.unexpected_bytes > MAX_UNEXPECTED * self.total_bytes:
             percent = 100 * self.unexpected_bytes / self.total_bytes
             return (
                 f"its files have {_describe_names(self.unexpected)} that {self.model_class} does not use, "
-                f"{percent:.0f}% of their bytes: config.json is of another model; correct it, or fetch the "
-                "model anew"
+                f"{percent:.0f}% of their bytes: config.json belongs to another model; correct it, or "
+                "download the model again"
             )
 
         return ""
@@ -115,8 +115,8 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         if self.parts.passed_on:
             return (
                 f"its files have {_describe_names([*self.parts.passed_on])} that {self.model_class} does not "
-                "use: they do not train, and exports hold them unchanged (MTP layers go stale: they were "
-                "trained with the old weights)"
+                "use: they are not trained, and exports contain them unchanged (MTP layers become stale, "
+                "because they were trained with the old weights)"
             )
         return ""
 
@@ -129,7 +129,7 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
                 return f"names in the files contain {wrapper!r}: {cause}"
 
         if any(_ADAPTER.search(name) for name in self.unexpected):
-            return "these are weights of an adapter (LoRA); name its base model, or merge it into that first"
+            return "these are weights of an adapter (LoRA); use its base model, or merge the adapter first"
 
         for name in self.missing[:NAMES_SHOWN]:  # a model may have ten thousand tensors
             for file_name in self.unexpected:
@@ -140,14 +140,14 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
                     )
 
         if all(map(_HEAD.match, self.missing)) and "Classification" in self.model_class:
-            return "the model has no trained head; give one that was trained for classification"
+            return "the model has no trained head; use a model that was trained for classification"
 
         if self.unexpected:
             return (
                 f"the files have {_describe_names(self.unexpected)} instead; correct config.json or the files"
             )
 
-        return "a file was not saved or not fetched; fetch or save the model anew"
+        return "a file was not saved or not downloaded; download or save the model again"
 
 
 class UnknownModelError(ConfigError):
@@ -267,7 +267,7 @@ def check_finite(tensor: Any, name: str, label: str) -> None:
     if tensor.sum().isfinite():  # costs less than a look at each number, and hides none
         return
     if not tensor.isfinite().all():
-        raise ConfigError(f"{label}: {name} holds NaN or infinity; save or fetch the model anew")
+        raise ConfigError(f"{label}: {name} contains NaN or infinity; save or download the model again")
 
 
 def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTensor]) -> CheckpointMatch:

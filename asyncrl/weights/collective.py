@@ -135,7 +135,7 @@ class Sender:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             except OSError as error:  # closed, or out of file descriptors, or a supervisor has left already
                 if not self._closing_event.is_set():
-                    log.warning("weights: cannot accept a supervisor, next try soon: %s", one_line(error))
+                    log.warning("weights: cannot accept a supervisor, retrying soon: %s", one_line(error))
 
                 self._closing_event.wait(RETRY_SECONDS)
                 continue
@@ -167,7 +167,10 @@ class EngineConnection:
                 try:
                     request = messages.receive_question(self._socket, messages.VersionRequest, idle_deadline)
                 except TimeoutError:
-                    log.info("weights: %s has asked for nothing for long, and is disconnected", self._engine)
+                    log.info(
+                        "weights: disconnecting %s, which has not asked for anything for a long time",
+                        self._engine,
+                    )
                     return
 
                 seconds = IDLE_SECONDS

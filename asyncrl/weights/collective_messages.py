@@ -101,7 +101,7 @@ def receive_question(connection: socket.socket, kind: type[T], deadline: float) 
     size = _checked_size(_read_exactly(connection, _LENGTH.size, deadline), MAX_QUESTION_BYTES)
     question = _decode_message(_read_exactly(connection, size, deadline), _question_decoder)
     if not isinstance(question, kind):
-        raise ProtocolError(f"weights: a {type(question).__name__} where a {kind.__name__} is due")
+        raise ProtocolError(f"weights: a {type(question).__name__} instead of a {kind.__name__}")
     return question
 
 
@@ -130,10 +130,10 @@ def _frame_message(message: msgspec.Struct) -> bytes:
 def _checked_size(header: bytes, limit: int) -> int:
     size: int = _LENGTH.unpack(header)[0]
     if size > limit:
-        raise ProtocolError(f"weights: a message of {size} bytes; at most {limit} are taken")
+        raise ProtocolError(f"weights: a message of {size} bytes; the limit is {limit}")
     return size
 
 
 def _decode_message(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    with ProtocolError.instead_of(*UNDECODABLE, text="weights: a message that is not understood"):
+    with ProtocolError.instead_of(*UNDECODABLE, text="weights: malformed message"):
         return decoder.decode(data)

@@ -148,7 +148,7 @@ def materialise(ref: WeightsRef, cache: Path) -> WeightsRef:
                 shorter_lineage = [*lineage[: identities.index(cached_identity)], cached_version]
                 return _build_version(shorter_lineage, cache)
             except WeightsError as error:
-                log.warning("%s is made from the last whole version: %s", ref.label, error)
+                log.warning("building %s from the last full version: %s", ref.label, error)
 
     return _build_version(lineage, cache)
 

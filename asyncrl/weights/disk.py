@@ -147,7 +147,7 @@ def lineage_of(ref: WeightsRef) -> Iterator[tuple[WeightsRef, Manifest]]:
         base_ref = ref_to(Path(ref.path).parent, delta.version)
         manifest = read_manifest(base_ref)
         if base_ref.version >= ref.version or manifest.checksum != delta.checksum:
-            raise WeightsError(f"weights {ref.path}: {base_ref.path} is not the version it builds upon")
+            raise WeightsError(f"weights {ref.path}: {base_ref.path} is not the version that it builds upon")
         yield base_ref, manifest
         ref = base_ref
 
@@ -158,7 +158,7 @@ def _apply_delta(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
     try:
         data = (Path(ref.path) / DELTA).read_bytes()
         if len(data) != manifest.delta.size:
-            raise WeightsError("it is cut off")
+            raise WeightsError("it is truncated")
 
         delta_offset = 0
         for spec, changed_ranges in zip(manifest.layout, manifest.delta.ranges, strict=True):
@@ -185,7 +185,7 @@ def lock_version(ref: WeightsRef) -> Iterator[None]:
             is_current = os.path.samestat(os.fstat(descriptor), path.stat())
 
         if not is_current:
-            raise WeightsError(f"weights {ref.path}: no usable {MANIFEST} (it was replaced meanwhile)")
+            raise WeightsError(f"weights {ref.path}: no usable {MANIFEST} (it was replaced in the meantime)")
         yield
 
 
@@ -267,7 +267,7 @@ def weights_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: 
     unique_name = unique_run_name(run_dir, run_name)
     if setting not in ("auto", "shm"):
         if not Path(setting).is_absolute():
-            raise ConfigError(f"weights.directory: {setting!r} is none of auto, shm, run, an absolute path")
+            raise ConfigError(f"weights.directory: {setting!r} is not auto, shm, run or an absolute path")
         return Path(setting) / unique_name
 
     shared_directory = SHARED_MEMORY / f"asyncrl-{unique_name}"
@@ -331,7 +331,7 @@ def _claimed(ref: WeightsRef) -> Iterator[bool]:
         except OSError as error:
             claimed = isinstance(error, FileNotFoundError)
             if not isinstance(error, FileNotFoundError | BlockingIOError):
-                log.warning("weights %s are kept: they cannot be locked (%s)", ref.path, error)
+                log.warning("keeping weights %s, because they cannot be locked (%s)", ref.path, error)
 
         yield claimed
 

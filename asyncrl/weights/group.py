@@ -115,7 +115,7 @@ class ServerGroup:
         while not sent.query():
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"group {self.name}: a broadcast took over {self._seconds.total_seconds():g} s"
+                    f"group {self.name}: a broadcast took longer than {self._seconds.total_seconds():g} s"
                 )
             time.sleep(POLL_SECONDS)
 

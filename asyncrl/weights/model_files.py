@@ -113,7 +113,7 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
         with file.open("rb") as header_file:
             (header_length,) = struct.unpack("<Q", header_file.read(8))
             if header_length > size:
-                raise ValueError("it is cut off, or no safetensors file")
+                raise ValueError("truncated, or not a safetensors file")
             header: dict[str, Any] = json.loads(header_file.read(header_length))
 
         data_ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
@@ -122,7 +122,9 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
             raise ValueError(f"it has {size:,} bytes, and its header describes {expected_size:,}")
         return header, 8 + header_length
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
-        raise ConfigError(f"{file}: not readable as safetensors ({error}); fetch or save it anew") from None
+        raise ConfigError(
+            f"{file}: not readable as safetensors ({error}); download or save it again"
+        ) from None
 
 
 def model_identity(path: str) -> dict[str, Any]:
@@ -169,9 +171,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: missing; a model directory needs it") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable as JSON ({error}); write it anew") from None
+        raise ConfigError(f"{path}: not readable as JSON ({error}); write it again") from None
 
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: is no JSON object; write it anew")
+        raise ConfigError(f"{path}: not a JSON object; write it again")
 
     return value

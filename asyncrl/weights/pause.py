@@ -35,7 +35,7 @@ class TrainingPause:
         try:
             with self._state_changed:
                 if not self._state_changed.wait_for(lambda: self._is_paused, seconds):
-                    raise Postponed(f"training came to no pause within {seconds:.3g} s, for a server to join")
+                    raise Postponed(f"training did not pause within {seconds:.3g} s for a server to join")
             yield
         finally:
             with self._state_changed:

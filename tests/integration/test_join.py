@@ -22,7 +22,7 @@ COMMAND = (sys.executable, "-m", "asyncrl.cli")
 def invitation_text(run: Run, role: str) -> str:
     command = [*COMMAND, "invite", str(run.path), "--role", role]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert "only processes here can join" in done.stderr
+    assert "only local processes can join" in done.stderr
     return done.stdout
 
 
@@ -66,4 +66,4 @@ def test_workers_join_leave_and_die_and_nothing_is_lost(tmp_path: Path) -> None:
         assert "engine.name is not sglang" in refused(run, "--role", "engine")
         run.process.send_signal(signal.SIGTERM)
         assert run.wait() == 130 and run.summary()["conserved"]
-        assert "the run is not up" in refused(run)
+        assert "the run is not active" in refused(run)

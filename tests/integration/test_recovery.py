@@ -158,7 +158,7 @@ def test_a_rank_that_hangs_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_stop_waits_for_a_trainer_that_is_slow(tmp_path: Path) -> None:
     """As in a micro-batch of a real model: here it does not run for 10 s and more."""
-    waits = "waits: a checkpoint after the part of the plan under way, for at most"
+    waits = "waits: a checkpoint after the current part of the plan, for at most"
     with Run(tmp_path, "total_steps=1000", "checkpoint.every=0", "data.test=''") as run:
         run.until_step(4)
         trainer = run.children()["trainer-0"]

@@ -104,7 +104,7 @@ def test_tasks_without_named_tests_are_warned_of(tasks: Path, capsys: pytest.Cap
     assert main(["tasks", "check", str(tasks)]) == 0
     *_, good, named, end, warning = capsys.readouterr().out.splitlines()
     assert (good.split()[6:], named.split()[6:]) == (["ok,", "with", "a", "warning"], ["ok"])
-    assert end == "2 of 2 tasks are as they should be"
+    assert end == "2 of 2 tasks passed"
     assert warning.startswith(
         "warning: 1 of 2 tasks name no tests (a-good): their score is whatever test.sh says"
     )
@@ -130,6 +130,6 @@ def test_a_table_is_for_people(tasks: Path, capsys: pytest.CaptureFixture[str]) 
     header, line, end = capsys.readouterr().out.splitlines()
     assert header.split() == ["task", "untouched", "solved", "solution", "s", "tests", "s", "network"]
     assert line.split()[:3] == ["b-named", "0", "1"] and line.split()[5:] == ["-", "ok"]
-    assert end == "1 of 1 tasks are as they should be"
+    assert end == "1 of 1 tasks passed"
     assert main(["tasks", "check", str(tasks / "none")]) == 2
     assert "none: no such directory; correct the path" in capsys.readouterr().err

@@ -276,7 +276,7 @@ def test_a_machine_that_cannot_be_reached_for_a_while(cluster: Cluster, tmp_path
         assert run.starts("rollout-0") == run.starts("rollout-1") == 1, run.text()
         run.process.send_signal(signal.SIGTERM)
         assert run.wait() == 130 and run.summary()["conserved"]
-        assert "waits for Ray" not in run.text()
+        assert "waiting for Ray" not in run.text()
 
 
 @pytest.mark.long
@@ -287,9 +287,9 @@ def test_a_machine_that_is_lost_and_comes_back(cluster: Cluster, tmp_path: Path)
     with ClusterRun(cluster, tmp_path, *keys) as run:
         run.until_step(3)
         before = {role: run.starts(role) for role in ("rollout-0", "rollout-1")}
-        assert "waits for Ray" not in run.text()
+        assert "waiting for Ray" not in run.text()
         cluster.second.kill()
-        run.until(lambda: "waits for Ray" in run.text(), "it is said that workers wait for a machine")
+        run.until(lambda: "waiting for Ray" in run.text(), "it is said that workers wait for a machine")
         step = run.step
         cluster.start_raylet(cluster.second)
         run.until_step(step + 3)

@@ -130,7 +130,7 @@ def test_sft_is_train_with_its_preset(
     assert cli.main(["sft", "data.train=t"]) == 2
     assert "asyncrl sft model.path=DIR data.train=FILE.jsonl" in capsys.readouterr().err
     assert cli.main(["sft", "algorithm=grpo", "model.path=m", "data.train=t"]) == 2
-    assert "asyncrl sft is algorithm=sft; for algorithm=grpo use asyncrl train" in capsys.readouterr().err
+    assert "asyncrl sft sets algorithm=sft; for algorithm=grpo use asyncrl train" in capsys.readouterr().err
 
 
 def test_a_model_of_ones_own_gets_nothing_of_the_demos() -> None:
@@ -452,7 +452,7 @@ def test_transcripts_are_printed(runs: Path, capsys: pytest.CaptureFixture[str])
     (runs / "first" / "transcripts" / "training").mkdir(parents=True)
     command = ["runs", "transcripts", "first", "--run-dir", str(runs), "--of", "training"]
     assert cli.main(command) == 2
-    assert capsys.readouterr().err.endswith("first: has no training transcripts\n")
+    assert capsys.readouterr().err.endswith("first: no training transcripts\n")
     for step in (9, 10):
         line = f'{{"uid": "3.0", "score": 0.5, "text": "said\u2028at {step}"}}\n'
         (runs / "first" / "transcripts" / "training" / f"step-{step}.jsonl").write_text(line)
@@ -461,7 +461,7 @@ def test_transcripts_are_printed(runs: Path, capsys: pytest.CaptureFixture[str])
     assert cli.main([*command, "--step", "9"]) == 0
     assert "said\u2028at 9" in capsys.readouterr().out
     assert cli.main([*command, "--step", "7"]) == 2
-    assert "transcripts of step 7; those that have some: 9, 10" in capsys.readouterr().err
+    assert "transcripts of step 7; steps with transcripts: 9, 10" in capsys.readouterr().err
 
 
 def test_escape_sequences_of_a_model_are_shown_and_do_not_reach_the_terminal(
@@ -534,8 +534,8 @@ def test_runs_are_listed_and_shown(runs: Path, capsys: pytest.CaptureFixture[str
     for command, said in {
         ("list", "--run-dir", str(runs / "runz")): "runz: no such directory",
         ("show", "--run-dir", str(runs)): "",
-        ("show", "other", "--run-dir", str(runs)): "there are: first",
-        ("show", str(runs / "first")): "has no summary.json",  # by its path
+        ("show", "other", "--run-dir", str(runs)): "existing runs: first",
+        ("show", str(runs / "first")): "no summary.json",  # by its path
     }.items():
         assert cli.main(["runs", *command]) == 2
         assert said in capsys.readouterr().err

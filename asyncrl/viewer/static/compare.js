@@ -6,7 +6,7 @@ import { go, link } from "view/route.js";
 import { ask } from "view/source.js";
 
 const MEASURE = "sampled/success"; // of tasks, unless another one is chosen
-const NOTE = "Last validation, with 95% intervals; training: last tenth of the steps; seeds: mean and range.";
+const NOTE = "Held out: last validation, with 95% intervals. Training: last tenth of the steps. Seeds: mean and range.";
 const TRAINED = ["rollout/score/mean", "actor/nll"]; // metrics of training
 const FEW = 24; // tasks that are not folded
 const EMPTY = { held_out: [], figures: [], configuration: [] }; // of a run whose overview is not there yet
@@ -52,7 +52,7 @@ function outcomes(state, answers) {
     ...held.filter((one) => !one.part).map((one) =>
       [one.title ?? one.label, { ...(one.after ?? one.before), unit: one.unit }]),
     ...figures.filter((one) => !one.part && TRAINED.includes(one.metric))
-      .map((one) => [`${one.label}, training`, { value: one.last }]),
+      .map((one) => [`${one.label} (training)`, { value: one.last }]),
     ["steps", { value: steps }], ["time", { value: seconds, unit: "s" }]]));
   const names = [...new Set(numbers.flatMap(Object.keys))];
   const row = (head, found, kind) => make("tr", { class: kind }, make("th", { scope: "row" }, head),
@@ -116,9 +116,9 @@ function paired(found, names, sides, heads) {
   const rows = found.modes.flatMap((one) => [row(`score, ${one.mode}`, one),
     ...Object.entries(one.components).map(([name, part]) => row(name, part, "part"))]);
   const without = sides.filter((_, at) => !found.validations[at].length).map((run) => names[run]);
-  const none = without.length ? `No validation of ${without.join(" and ")}: data.test asks for some.`
-    : "No question is the same in both.";
-  const head = ["", "questions", ...heads, "difference, paired (95%)", "question by question"];
+  const none = without.length ? `No validation in ${without.join(" and ")}: set data.test to run one.`
+    : "The two have no questions in common.";
+  const head = ["", "questions", ...heads, "paired difference (95%)", "question by question"];
   return [...found.warnings.map((text) => make("p", { class: "alert" }, text)),
     rows.length ? table(head, rows) : make("p", {}, none)];
 }
@@ -139,9 +139,9 @@ function flips(found, sides, heads, mode = "") {
   const list = (kind) => {
     const count = own.reduce((sum, one) => sum + one.flips[kind], 0);
     const rows = own.flatMap((one) => one[kind].map((both) => row(both, one.mode)));
-    const some = count > rows.length ? `, the first ${rows.length}` : "";
+    const some = count > rows.length ? `, first ${rows.length} shown` : "";
     return [make("h3", {}, `${kind}: ${number(count)}${some}`),
-      count > 0 && table(["question", ...heads, "ground truth", "components that changed"], rows)];
+      count > 0 && table(["question", ...heads, "ground truth", "changed components"], rows)];
   };
   return card("Questions that flipped between right and wrong",
     modes.length > 1 && choices("mode", ["", ...modes], mode), ...list("lost"), ...list("won"));
@@ -153,5 +153,5 @@ function differing(names, differences) {
   const same = make("p", { class: "dim" }, "All keys have the same values.");
   if (!rows.length) return card("Configuration", same);
   const found = table(["key", ...names], rows, { id: "differences" });
-  return card("Configuration", fold(`${counted(rows.length, "key")} of different values`, true, found));
+  return card("Configuration", fold(`${counted(rows.length, "key")} with different values`, true, found));
 }

@@ -79,17 +79,17 @@ function bar({ now, by, settings, out }, seeds) {
   return [
     make("span", { class: "bar", role: "group", "aria-label": "x axis" }, ...Object.entries(X).map(([key,
       text]) => button(`by-${key}`, text, by === key, { by: key === "step" ? null : key, zoom: null }))),
-    make("label", { class: "dim", title: "weight of the past; raw values stay faint behind" }, "smoothing ",
+    make("label", { class: "dim", title: "weight of past values; raw values stay visible as a faint line" }, "smoothing ",
       make("input", { id: "smooth", type: "range", min: 0, max: 0.98, step: 0.02, value: now.smooth ?? SMOOTH,
         oninput: smoothed })),
     button("log", "log", now.log, { log: now.log ? null : 1 }),
-    seeds && button("seeds", "seeds together", !now.seeds, { seeds: now.seeds ? null : "apart" }),
-    make("input", { id: "panels", list: "panel-names", placeholder: "panels by name: entropy, lag",
-      value: now.panels, "aria-label": "panels by name",
+    seeds && button("seeds", "combine seeds", !now.seeds, { seeds: now.seeds ? null : "apart" }),
+    make("input", { id: "panels", list: "panel-names", placeholder: "filter panels: entropy, lag",
+      value: now.panels, "aria-label": "filter panels by name",
       onchange: (event) => go({ panels: event.target.value.trim() }) }),
     make("datalist", { id: "panel-names" }, ...columns().map((value) => make("option", { value }))),
     button("marks", "marks", !now.marks, { marks: now.marks ? null : "off" },
-      "↻ started again, ◆ other keys, ✕ lost workers, ▲ alerts, | validations"),
+      "↻ restarts, ◆ changed keys, ✕ lost workers, ▲ alerts, | validations"),
     now.zoom && make("button", { id: "whole", title: "key 0", onclick: keys[0] }, "all steps"),
     runs.length > 1 && make("span", { class: "legend" }, ...settings.map((one) =>
       series(String(one.of[0]), one.name, out, one.hue, [], one.names.join(", ")))),
@@ -111,8 +111,8 @@ function figures(view) {
     const element = panel(chart, { ...view, shown, marks });
     if (element) groups.set(chart.group, [...(groups.get(chart.group) ?? []), element]);
   }
-  const none = answers.some((one) => one.step.length) ? "No panel has this text in its name."
-    : "No step is over yet: curves begin with the first one.";
+  const none = answers.some((one) => one.step.length) ? "No panel name contains this text."
+    : "Curves appear after the first step.";
   return groups.size ? [...groups].map(([name, elements]) =>
     fold(name, true, make("div", { class: "charts" }, ...elements))) : make("p", { class: "card" }, none);
 }

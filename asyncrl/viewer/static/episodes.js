@@ -69,7 +69,7 @@ function skeleton() {
   return [
     make("div", { class: "bar" },
       make("input", { type: "search", id: "search", oninput: searched, "aria-label": "search",
-        placeholder: "words in question, answer, transcript  ( / )" }),
+        placeholder: "search questions, answers, transcripts  ( / )" }),
       make("div", { class: "bar", id: "active" })),
     make("div", { class: "facets", id: "facets" }),
     make("div", { class: "panes", id: "panes" }, pane("list", "Episodes"), pane("reader", "Episode")),
@@ -118,8 +118,8 @@ function active({ total, searched, facets: some }, now) {
   const view = (name, label) => chip(address({ sub: name }), sub === name, {}, label);
   return [
     make("b", { id: "count" }, counted(total, "episode")),
-    searched ? make("span", { class: "dim", id: "searched" }, "searched: questions and answers of all, "
-      + `transcripts of ${number(searched.transcripts)} of ${number(searched.of)}`) : null,
+    searched ? make("span", { class: "dim", id: "searched" }, "searched all questions and answers, and "
+      + `the transcripts of ${number(searched.transcripts)} of ${number(searched.of)} episodes`) : null,
     ...chips.map(([href, text]) => chip(href, true, { title: "remove" }, `${text} ✕`)),
     chips.length > 1 ? make("a", { href: address(ANEW) }, "clear all") : null,
     make("span", { class: "push" }, view("", "list"), view("tools", "tools")),
@@ -131,7 +131,7 @@ function active({ total, searched, facets: some }, now) {
 function list(answer, now) {
   const { episodes, start, total } = answer, order = now.order ?? "", by = order.replace("-", "");
   if (!episodes.length) {
-    return make("p", { class: "empty" }, now.where || now.search ? "No episode fits." : "No episode yet.");
+    return make("p", { class: "empty" }, now.where || now.search ? "No episode matches." : "No episodes yet.");
   }
   const sort = (column) => {
     const [next, arrow] = by !== column ? [`-${column}`, ""] : order === by ? [null, " ▴"] : [by, " ▾"];
@@ -149,7 +149,7 @@ function list(answer, now) {
     : make("a", { href: address({ start: first || null, uid: null }), id: label }, label));
   return [
     table(head, episodes.map((one) => row(one, now, largest))),
-    total <= PAGE ? null : make("p", { class: "bar pager" }, page(start - PAGE, "‹ before"),
+    total <= PAGE ? null : make("p", { class: "bar pager" }, page(start - PAGE, "‹ previous"),
       `${start + 1} to ${start + episodes.length} of ${number(total)}`, page(start + PAGE, "next ›")),
   ];
 }
@@ -161,9 +161,9 @@ function row(one, now, largest) {
   const code = (text) => make("code", {}, line(text, 200));
   const bars = Object.entries(one.components).slice(0, 6).map(([name, value]) =>
     meter(Math.abs(value) / largest[name], `${name} ${number(value)}`, value < 0 ? "var(--bad)" : undefined));
-  const wrong = failed ? `${failed} of ${calls} calls failed: ${one.failed_tool}` : "";
+  const wrong = failed ? `${failed} of ${calls} calls failed, first in ${one.failed_tool}` : "";
   const masked = stale === "all" ? 1 : one.masked, share = masked ? percent(masked) : "some";
-  const old = ["some", "all"].includes(stale) && `${share} of its tokens are beyond buffer.max_staleness`;
+  const old = ["some", "all"].includes(stale) && `${share} of its tokens are older than buffer.max_staleness`;
   const flag = (text, title) => title && make("span", { class: "bad", title }, text);
   const choose = { "aria-selected": String(uid === now.uid), onclick: () => go({ uid }) };
   return make("tr", { "data-uid": uid, ...choose }, ...[
@@ -183,16 +183,16 @@ function toolTable(found) {
   const rows = found.map((one) => {
     const share = one.failed / one.calls;
     const to = (column) => address({ ...ANEW, sub: null, where: JSON.stringify([[column, "=", one.tool]]) });
-    const failures = { href: to("failed_tool"), class: "bad", title: "episodes in which it failed first" };
+    const failures = { href: to("failed_tool"), class: "bad", title: "episodes whose first failed call was to this tool" };
     return [
-      make("a", { href: to("tool"), title: "episodes that called it" }, line(one.tool, 60)),
+      make("a", { href: to("tool"), title: "episodes that called this tool" }, line(one.tool, 60)),
       `${number(one.calls)}${one.refused ? `, ${number(one.refused)} refused` : ""}`,
       share ? make("a", failures, percent(share)) : percent(share),
       meter(share, percent(share), "var(--bad)"), seconds(one.p50), seconds(one.p95),
       one.error ? `${line(one.error, 200)} (×${number(one.errors)})` : "–",
     ];
   });
-  const heading = make("h2", {}, `Tools, of ${isFile ? "the whole run" : "the episodes that fit"}`);
+  const heading = make("h2", {}, `Tools, of ${isFile ? "the whole run" : "the matching episodes"}`);
   return [heading, table(["tool", "calls", "failed", "", "p50", "p95", "most frequent error"], rows)];
 }
 
@@ -208,7 +208,7 @@ async function group(run, { kind, group: number, sample, mode }) {
 
 async function read(place, now, current) {
   const { run, uid, colour, side } = now;
-  if (!uid) return redraw(place, "", () => make("p", { class: "empty" }, "Nothing to read."));
+  if (!uid) return redraw(place, "", () => make("p", { class: "empty" }, "No episode to show."));
   try {
     const first = await load(run, uid);
     members = await group(run, first.listed);
@@ -230,7 +230,7 @@ async function read(place, now, current) {
 
 function buttons(episode) {
   const button = (label, title, act) => make("button", { title, onclick: act, "data-act": label }, label);
-  const none = new Error("browsers copy from https and localhost only");
+  const none = new Error("browsers allow copying only on https and localhost");
   const copy = (label, text) => button(label, `copy the episode as ${label}`, async ({ target }) => {
     target.textContent = await (navigator.clipboard?.writeText(text()) ?? Promise.reject(none))
       .then(() => `${label} copied`, ({ message }) => `not copied: ${message}`);

@@ -22,13 +22,13 @@ export function sideBySide(episodes, colour) {
     }
     const draw = () => drawTurn(turns[0], null, first, painter(first, colour));
     return make("div", { class: "same" },
-      fold(`${title(turns[0])}, the same in all: ${gist(turns[0])}`, false, draw));
+      fold(`${title(turns[0])}, identical in all: ${gist(turns[0])}`, false, draw));
   });
   const style = { gridTemplateColumns: `repeat(${episodes.length}, minmax(19rem, 1fr))` };
   return [
     make("div", { class: "bar" },
-      make("span", { class: "dim" }, `marked: what ${first.uid} does not say`),
-      link({ side: null }, "one episode (key g)")),
+      make("span", { class: "dim" }, `highlighted: text that ${first.uid} does not contain`),
+      link({ side: null }, "back to one episode (key g)")),
     make("div", { class: "beside", style }, ...episodes.map((one) => head(one, first)), ...rows.flat()),
   ];
 }
@@ -38,8 +38,8 @@ const told = (turn) => JSON.stringify([turn.texts.join(""), turn.replies.map(out
 function head(one, first) {
   const { uid, score, answer, end, state, turns } = one.listed;
   const at = one.turns.findIndex((turn, n) => !first.turns[n] || told(turn) !== told(first.turns[n]));
-  const apart = one === first ? "the others are compared with it"
-    : at < 0 ? "the same, turn by turn" : `differs from turn ${at + 1} on`;
+  const apart = one === first ? "reference: the others are compared with this one"
+    : at < 0 ? "identical turn by turn" : `differs from turn ${at + 1} onward`;
   return make("article", { class: "column", "data-uid": uid },
     make("a", { href: address({ uid, side: null }) }, uid), make("b", {}, ` score ${number(score)}`),
     ` · ${end || state} · ${counted(turns, "turn")}`,
@@ -66,7 +66,7 @@ function marked(text, other) {
   const found = differences(text.slice(0, MOST), other.slice(0, MOST)), left = text.length - MOST;
   const shown = ([same, some]) => (same ? escaped(some) : make("mark", { class: "differs" }, escaped(some)));
   return make("div", { class: "text" }, ...found.map(shown),
-    left > 0 ? make("p", { class: "dim" }, `and ${number(left)} characters more`) : null);
+    left > 0 ? make("p", { class: "dim" }, `${number(left)} more characters`) : null);
 }
 
 /** [[same, text], …]: where a word differs, both go on at the nearest word that they share. */

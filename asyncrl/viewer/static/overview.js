@@ -7,9 +7,9 @@ import { address, link } from "view/route.js";
 import { ask } from "view/source.js";
 
 const MARKS = { good: "✓", bad: "✕", warn: "!", advice: "i" };
-const LEVELS = { good: "good news", bad: "wrong", warn: "look at this", advice: "advice" };
-const EVIDENCE = { episodes: "the episodes", charts: "the curves", time: "what each process did",
-  compare: "which questions" };
+const LEVELS = { good: "good news", bad: "problem", warn: "warning", advice: "advice" };
+const EVIDENCE = { episodes: "the episodes", charts: "the curves", time: "the timeline",
+  compare: "the questions" };
 const STATES = { in_flight: ["pending", "running", "landed"] }; // of which a count is; others have its name
 const STRIP = ["issued", "in_flight", "ready", "taken", "trained"];
 const EXITS = ["filtered", "dropped", "failed"];
@@ -72,8 +72,8 @@ const empty = (title, text) => card(title, make("p", { class: "dim" }, text));
 
 function heldOut({ held_out: found, configuration: keys }, { ended }) {
   const asked = keys.some(([key]) => key === "data.test");
-  const none = !asked ? "Nothing is held out: data.test asks for it."
-    : ended ? "No validation was run." : "No validation is over yet.";
+  const none = !asked ? "No held-out data: data.test is not set."
+    : ended ? "No validation was run." : "No validation has finished yet.";
   if (!found.length) return empty("Held out", none);
   const rows = found.map((one) =>
     trend(one, judged(one.before, one.unit), judged(one.after, one.unit), spark(one)));
@@ -114,7 +114,7 @@ function spark({ curve, label }) {
 
 /** The first and the last tenth of the steps, with a curve. */
 function training({ figures: found }) {
-  if (!found.length) return empty("Training", "No step is over yet.");
+  if (!found.length) return empty("Training", "No step has finished yet.");
   const rows = found.map((one) => trend(one, figure(one.first, one.unit),
     make("b", {}, figure(one.last, one.unit)), spark(one)));
   return card("Training", table(["", "first tenth", "last tenth", "by step"], rows, { class: "trends" }));
@@ -122,15 +122,15 @@ function training({ figures: found }) {
 
 /** One bar a role: where its time went, and what it waits for now. */
 function waits({ waits: roles }, { ended, phase }) {
-  const none = ended ? "No times of steps were recorded."
-    : `${phase}: nobody waits; shares of time are known after a step.`;
+  const none = ended ? "No step times were recorded."
+    : `${phase}: no waits; time shares appear after the first step.`;
   if (!roles.length) return empty("Who waits for whom", none);
   return card("Who waits for whom", ...roles.map(({ role, note, parts, now }) =>
     make("div", { class: "who-waits", "data-role": role },
       make("div", {}, make("b", {}, explained(role)), make("span", { class: "dim" }, ` ${note}`)),
       Object.keys(parts).length > 0 && bar(Object.entries(parts)),
       ...now.map((wait) => make("div", { class: "small" }, make("span", { class: "warn" }, "now: "), wait)))),
-  make("p", { class: "small" }, link({ tab: "time" }, "what each process did when →")));
+  make("p", { class: "small" }, link({ tab: "time" }, "timeline of all processes →")));
 }
 
 function bar(parts) {
@@ -145,12 +145,12 @@ function bar(parts) {
     make("div", { class: "shares", role: "img", "aria-label": texts.join(", ") }, ...fill),
     make("div", { class: "legend small" },
       ...texts.map((text, at) => make("span", {}, swatch(hues[at]), text)),
-      rest > 0.005 && make("span", {}, swatch("var(--raised)"), `the rest ${percent(rest)}`)));
+      rest > 0.005 && make("span", {}, swatch("var(--raised)"), `other ${percent(rest)}`)));
 }
 
 /** From issued to trained, and those that are not trained; each count leads to its episodes. */
 function flow({ flow: counts, running, reasons, conserved }) {
-  if (!counts.issued) return empty("Flow of episodes", "No episode was issued yet.");
+  if (!counts.issued) return empty("Flow of episodes", "No episodes issued yet.");
   const box = (name) => {
     const count = counts[name] ?? 0, where = (STATES[name] ?? [name]).map((state) => ["state", "=", state]);
     const now = name === "in_flight" && running ? `, ${number(running)} running` : "";
@@ -166,7 +166,7 @@ function flow({ flow: counts, running, reasons, conserved }) {
     make("div", { class: "strip exits" }, make("span", { class: "dim" }, "not trained:"),
       ...EXITS.map(box), make("span", { class: "dim small" }, why)),
     make("p", { class: `small ${conserved ? "good" : "bad"}` }, conserved
-      ? "✓ every episode is in one of these states" : "✕ the account is not exact"));
+      ? "✓ every episode is accounted for" : "✕ the episode counts do not add up"));
 }
 
 /** The value of a key; nothing is a dash. */
@@ -185,7 +185,7 @@ export const keyed = (key) =>
 function configuration({ configuration: keys }) {
   const rows = keys.map(([key, value, usual]) =>
     [make("code", {}, keyed(key)), setting(value), make("span", { class: "dim" }, setting(usual))]);
-  const title = `${counted(rows.length, "key")} not at the default`, half = Math.ceil(rows.length / 2);
+  const title = `${counted(rows.length, "key")} with non-default values`, half = Math.ceil(rows.length / 2);
   const halves = rows.length > FEW_KEYS ? [rows.slice(0, half), rows.slice(half)] : [rows];
   return card("Configuration", fold(title, rows.length <= MOST_KEYS, make("div", { class: "halves" },
     ...halves.map((some) => table(["key", "value", "default"], some, { class: "keys" })))));

@@ -20,7 +20,7 @@ const shade = (share, hue) =>
 const COLOURS = {
   "": { name: "none" },
   versions: {
-    name: "version", values: (turn) => turn.versions, says: () => "the policy that wrote the token",
+    name: "version", values: (turn) => turn.versions, says: () => "the version that sampled the token",
     paint: (value) => shade(0.7, PALETTE[value % PALETTE.length]),
     scale: ({ episode }) => {
       const all = episode.turns.flatMap((turn) => turn.versions);
@@ -32,8 +32,8 @@ const COLOURS = {
     name: "lag", values: (turn) => turn.lags,
     paint: (value, { bound }) => shade(value / Math.max(1, bound), UP),
     scale: ({ bound }) => [[0, "0"], [bound / 2, number(bound / 2)], [bound, `${bound} or more`]],
-    says: ({ bound }) => "by how many steps the policy that wrote the token was older than the batch; it is "
-      + `masked above ${bound} (buffer.max_staleness)`,
+    says: ({ bound }) => "how many steps older than the batch the sampling policy was; the token is "
+      + `masked above a lag of ${bound} (buffer.max_staleness)`,
   },
   logprobs: {
     name: "log-prob", values: (turn) => turn.logprobs, paint: (value) => shade(-value / 5, PALETTE[1]),
@@ -44,19 +44,19 @@ const COLOURS = {
     name: "π/μ", values: (turn) => turn.ratios,
     paint: (value) => (value > 0 ? shade(Math.abs(Math.log2(value)), value < 1 ? DOWN : UP) : ""),
     scale: () => [[0.5, "½ or less"], [0.75, "¾"], [1, "1"], [1.5, "1.5"], [2, "2 or more"]],
-    says: () => "the token's probability under the policy in training, over that under the engine",
-    none: "no π/μ: recorded only for trained episodes whose transcript is kept, 4 of one group a batch",
+    says: () => "the token's probability under the trained policy, divided by its probability in the engine",
+    none: "no π/μ: recorded only for trained episodes whose transcript is kept (4 of one group per batch)",
   },
   advantages: {
     name: "advantage", values: (turn) => turn.advantages,
     paint: (value, { largest }) => shade(Math.abs(value) / largest, value < 0 ? DOWN : UP),
     scale: ({ largest }) => [-1, -0.5, 0, 0.5, 1].map((part) => [part * largest, number(part * largest)]),
-    says: () => "by how much the episode did better than its group, before the batch scales it",
+    says: () => "how much better the episode did than its group, before scaling by the batch",
   },
   masked: {
     name: "mask", values: (turn) => turn.ids.map((_, at) => maskOf(turn, at)),
-    paint: (value) => (value ? shade(0.8, DOWN) : ""), scale: () => [[true, "not trained on"]],
-    says: () => "tokens that were too old, or dropped by the correction; they are struck out in every colour",
+    paint: (value) => (value ? shade(0.8, DOWN) : ""), scale: () => [[true, "not trained"]],
+    says: () => "tokens that were too old or dropped by the correction; all colourings strike them out",
   },
 };
 
@@ -92,8 +92,8 @@ function head(episode, buttons) {
   const { listed, result, oldest, newest, turns, stats } = episode, train = listed.kind === "train";
   const masked = turns.reduce((sum, turn) => sum + maskedOf(turn), 0);
   const facts = [
-    listed.step === null ? "in no batch" : `${train ? "batch" : "validation at step"} ${listed.step}`,
-    listed.end ? `ended: ${listed.end}` : "not over", counted(listed.turns, "turn"),
+    listed.step === null ? "not in a batch" : `${train ? "batch" : "validation at step"} ${listed.step}`,
+    listed.end ? `ended: ${listed.end}` : "unfinished", counted(listed.turns, "turn"),
     counted(listed.tokens, "token"),
     oldest < 0 ? "" : `version ${oldest}${newest > oldest ? ` to ${newest}` : ""}`,
     listed.lag === null ? "" : `lag ${listed.lag}`,
@@ -118,7 +118,7 @@ function head(episode, buttons) {
     make("p", { class: "dim" }, facts.filter(Boolean).join(" · "),
       masked ? make("a", masks, ` · ${counted(masked, "token")} masked`) : null),
     make("a", { href: same, id: "same-question" },
-      train ? "all episodes of this question" : "this question at every validation"));
+      train ? "all episodes of this question" : "this question in every validation"));
 }
 
 export const chip = (href, on, attributes, ...children) =>
@@ -160,12 +160,12 @@ function drawRow(row, rows, episode, paint) {
   const { turns, parent, after, shared, aside, agent } = row;
   const drawn = turns.map((turn, at) => drawTurn(turn, at ? null : row, episode, paint));
   if (aside) {
-    const more = `${counted(turns.length, "turn")}, from turn ${turns[0].index + 1} on`;
+    const more = `${counted(turns.length, "turn")}, from turn ${turns[0].index + 1} onward`;
     const title = `sub-agent ${agent}: ${line(row.title, LINE)} (${more})`;
     return make("div", { class: "row aside" }, fold(title, false, ...drawn));
   }
-  const where = after ? `goes on after turn ${parent.turns[after - 1].index + 1} of` : "begins anew, beside";
-  const from = parent && ` · ${where} conversation ${parent.row + 1}; ${number(shared)} characters alike`;
+  const where = after ? `continues after turn ${parent.turns[after - 1].index + 1} of` : "starts from the prompt of";
+  const from = parent && ` · ${where} conversation ${parent.row + 1}; ${number(shared)} shared characters`;
   return make("div", { class: "row", style: { marginLeft: `${1.2 * Math.min(DEEP, row.depth)}rem` } },
     rows.length > 1 && make("p", { class: "row-head dim" },
       `conversation ${row.row + 1}`, agent && `, agent ${agent}`, from), ...drawn);
@@ -178,7 +178,7 @@ export function drawTurn(turn, row, episode, paint) {
   const facts = [turn.agent, counted(turn.ids.length, "token"), seconds(turn.seconds),
     turn.stop === "stop" ? "" : `stopped by ${turn.stop}`, earned ? `reward ${number(earned)}` : "",
     maskedOf(turn) ? `${maskedOf(turn)} masked` : "",
-    observation?.reward ? `of it ${number(observation.reward)} here` : ""];
+    observation?.reward ? `${number(observation.reward)} of it from the environment` : ""];
   const read = turn.agent || row ? messages(turn.context.text.slice(row?.shared ?? 0)) : [];
   return make("section", { class: "turn", id: `turn-${episode.uid}-${index}` },
     make("h4", {}, `turn ${index + 1}`,
@@ -187,7 +187,7 @@ export function drawTurn(turn, row, episode, paint) {
     role("model", "model", ...model(turn, paint)),
     ...(observation?.messages ?? []).map((one) => message(one, false)),
     make("div", { class: "context" }, fold(
-      `what the model read: ${counted(turn.context.ids.length, "token")}`, false,
+      `model input: ${counted(turn.context.ids.length, "token")}`, false,
       () => bounded(turn.context.text))));
 }
 
@@ -210,7 +210,7 @@ function model(turn, paint) {
 
 function answered(reply, open, ...body) {
   const failed = Boolean(reply.error || reply.refused);
-  const gave = `${failed ? "✗" : "→"} ${line(reply.error || reply.content, LINE) || "(nothing)"}`;
+  const gave = `${failed ? "✗" : "→"} ${line(reply.error || reply.content, LINE) || "(empty)"}`;
   const title = make("span", {}, make("code", {}, called(reply.call)),
     make("span", { class: failed ? "bad" : "dim" }, ` ${gave}`), ` · ${seconds(reply.seconds)}`);
   const inside = role("tool", reply.refused ? "refused" : "tool",
@@ -235,7 +235,7 @@ const called = (call, most = LINE) => line(`${call.name} ${given(call).join(", "
 export function gist(turn) {
   if (turn.replies.length) return called(turn.replies[0].call);
   const said = parts(turn).filter((part) => part.kind !== "thought").map((part) => part.text.trim());
-  return line(said.find(Boolean) ?? "thinks only", LINE);
+  return line(said.find(Boolean) ?? "thinking only", LINE);
 }
 
 // -- messages -----------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ export function gist(turn) {
 /** What a row begins with: messages before the last one are folded. */
 function history(some) {
   const before = some.slice(0, -1), first = before[0];
-  const title = () => `${before.length} before: ${first.role} ${line(said(first), LINE)}`;
+  const title = () => `${before.length} earlier: ${first.role} ${line(said(first), LINE)}`;
   const folded = before.length > 0 && fold(title(), false, ...before.map((one) => () => message(one, false)));
   return [folded, ...some.slice(-1).map((one) => message(one, false))];
 }
@@ -300,8 +300,8 @@ function point(event, turn) {
   if (at === undefined) return tip.remove();
   const kv = turn.kv_versions[at], version = turn.versions[at], logprob = turn.logprobs[at];
   tell(event, [
-    `id ${turn.ids[at]}`, `log-prob of the engine ${number(logprob, 4)} (${percent(Math.exp(logprob))})`,
-    `version ${version}${kv === version ? "" : `, keys and values from ${kv < 0 ? "?" : kv} on`}`,
+    `id ${turn.ids[at]}`, `engine log-prob ${number(logprob, 4)} (${percent(Math.exp(logprob))})`,
+    `version ${version}${kv === version ? "" : `, KV cache from version ${kv < 0 ? "?" : kv} onward`}`,
     of("lag", turn.lags), maskOf(turn, at) && `masked: ${maskOf(turn, at)}`, of("π/μ", turn.ratios),
     of("advantage", turn.advantages), turn.rewards?.[at] ? of("reward", turn.rewards) : "",
   ].filter(Boolean).join("\n"));

@@ -20,7 +20,7 @@ export async function ask(name, query = {}) {
 function fromFile(name, address, query) {
   const once = ["episodes", "tools"].includes(name); // for a run, whatever is asked of them
   const answer = recorded[once ? `${name}?run=${query.run ?? 0}` : address];
-  if (!answer) return { error: "this is not in the file: asyncrl view, without --html, shows all" };
+  if (!answer) return { error: "not included in this file: run asyncrl view without --html to see everything" };
   return name === "episodes" && !answer.error ? found(answer, query) : answer;
 }
 

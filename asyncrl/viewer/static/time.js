@@ -6,7 +6,7 @@ import { go, goLater, link } from "view/route.js";
 import { ask, isFile } from "view/source.js";
 
 const MOST = 14; // names of a stretch
-const HINT = "Drag: sums of a stretch. Click, j k: a span. Ctrl + wheel, + −: zoom. ← →: move. 0: whole run.";
+const HINT = "Drag to sum a range. Click or j k: select a span. Ctrl + wheel or + −: zoom. ← →: move. 0: whole run.";
 
 let run = null; // the number of the run that is shown
 
@@ -23,7 +23,7 @@ export async function show(place, route, state, current) {
   if (!current()) return;
   if (!whole.processes.length) {
     run = null; // all is made anew once there is something
-    return place.replaceChildren(make("p", { class: "dim" }, "No process has recorded what it did."));
+    return place.replaceChildren(make("p", { class: "dim" }, "No process has recorded a timeline."));
   }
   const rows = data.processes.flatMap(({ title, rows: of }) =>
     of.map((row) => [`${title}/${row.title}`, { process: title, ...row }]));
@@ -72,7 +72,7 @@ function panel() {
     chosen && spanCard(chosen),
     marks.length && card("Restarts", table(null, marks)),
     card(told.title, make("p", {}, interval(told.span)), stretch && make("div", { class: "bar" },
-      make("button", { onclick: () => move(stretch.span) }, "zoom to it"),
+      make("button", { onclick: () => move(stretch.span) }, "zoom to selection"),
       make("button", { onclick: keys.Escape, title: "key Esc" }, "clear")), ...figures(told)),
   ]);
 }
@@ -85,16 +85,16 @@ function interval([from, to]) {
 
 /** Sums by name, the most seconds first. Shares are of the time of all processes of a kind. */
 function figures({ span, sums, note }) {
-  if (!sums?.length) return [make("p", { class: "dim" }, sums ? "nothing was recorded here" : note ?? "…")];
+  if (!sums?.length) return [make("p", { class: "dim" }, sums ? "nothing recorded here" : note ?? "…")];
   const many = (of) => view.whole.processes.filter(({ title }) => kindOf(title) === of).length;
   const rows = sums.slice(0, MOST).map(({ of, name, kind, calls, took, longest }) => {
     const what = make("span", {}, sign(kind), name, make("span", { class: "dim" }, ` ${of}`));
     return [what, number(calls), seconds(took), busy(took, (span[1] - span[0]) * many(of)), seconds(longest)];
   });
-  const more = sums.length > MOST && `and ${sums.length - MOST} more, that took less. `;
+  const more = sums.length > MOST && `and ${sums.length - MOST} more with shorter totals. `;
   const cut = span[1] - span[0] < view.whole.length
-    && "Counts and longest are of whole calls that reach into it; totals and shares of the time in it. ";
-  const head = ["what", "count", "total", "share", "longest"];
+    && "Count and longest cover whole calls that overlap this range; total and share, only the time inside it. ";
+  const head = ["activity", "count", "total", "share", "longest"];
   return [table(head, rows, { class: "figures" }), make("p", { class: "dim" }, more, cut, note)];
 }
 
@@ -106,7 +106,7 @@ function busy(took, of) {
 
 /** What is said of a span, under the pointer and in its card. */
 function facts({ start, end, calls, took, longest, text }) {
-  const many = calls > 1 && `${number(calls)}: ${seconds(took)}, the longest ${seconds(longest)}`;
+  const many = calls > 1 && `${number(calls)}: ${seconds(took)}, longest ${seconds(longest)}`;
   const told = { busy: busy(took, end - start), calls: many, details: text };
   return Object.entries(told).filter(([, value]) => value);
 }
@@ -119,13 +119,13 @@ function spanCard(span) {
     link({ tab: "episodes", where }, "episodes"), ", ",
     link({ tab: "episodes", where, sub: "tools" }, "tools"));
   const rows = [["process", span.process], ["when", interval([span.start, span.end])], ...facts(span)];
-  return card("Chosen", make("h3", { id: "chosen" }, sign(span.kind), span.title),
-    table(null, step ? [...rows, ["during", links]] : rows), make("button", { onclick: near }, "zoom to it"));
+  return card("Selected span", make("h3", { id: "chosen" }, sign(span.kind), span.title),
+    table(null, step ? [...rows, ["during", links]] : rows), make("button", { onclick: near }, "zoom to selection"));
 }
 
 /** The sums of a stretch are the server's; a page in a file adds up what it has. */
 async function select(span) {
-  const stretch = { span, title: "Selected", sums: null };
+  const stretch = { span, title: "Selected range", sums: null };
   view.stretch = stretch;
   panel();
   if (isFile) Object.assign(stretch, { sums: added(span), note: "Approximate: short spans are merged." });

@@ -103,7 +103,7 @@ def test_a_text_for_a_group_chooses_its_file(tmp_path: Path) -> None:
 
 
 def test_sft_refuses_another_algorithm(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="asyncrl sft is algorithm=sft; for algorithm=rloo use"):
+    with pytest.raises(ConfigError, match="asyncrl sft sets algorithm=sft; for algorithm=rloo use"):
         compose_sft(request_of(tmp_path, algorithm="rloo").overrides, None)
 
 
@@ -215,9 +215,7 @@ def test_rows_may_mix_types_in_what_is_free_and_in_nothing_else(tmp_path: Path) 
 
 
 def test_a_directory_without_runs_names_the_argument(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="no such directory; give the parent of run directories as run_dir="
-    ):
+    with pytest.raises(ConfigError, match="no such directory; set run_dir= to the parent of run directories"):
         asyncrl.open_run("a", run_dir=tmp_path / "none")
 
 

@@ -56,7 +56,7 @@ def test_the_dry_run_says_who_gets_which_gpu(
     assert cli.main(["train", "--dry-run", *given.overrides, *keys]) == code
     said = capfd.readouterr()
     if count == 1:
-        assert "trainer.ranks=4: each needs a GPU of its own, and torch sees 1" in said.err
+        assert "trainer.ranks=4: each rank needs its own GPU, but torch sees 1" in said.err
         return
     rows = {line.split()[0]: line for line in said.out.splitlines() if line.strip()}
     assert rows["engine"].endswith("(GPUs 4, 5, 6, 7)") and rows["trainer"].endswith("cuda (GPUs 0, 1, 2, 3)")
@@ -85,7 +85,7 @@ def test_the_doctor_shows_what_the_model_reads_and_names_a_check_once_in_a_line(
 ) -> None:
     assert cli.main(["doctor", *given.overrides]) == 0
     text = capsys.readouterr().out
-    assert lines(text, "ok")["sample"].startswith("no text as the answer")
+    assert lines(text, "ok")["sample"].startswith("empty text as the answer")
     assert text.endswith(" 0 error, 0 skipped\n") and "tensors of a trainer rank" in text
     assert "4 samples" in text and "<|im_start|>user" in text and "a turn ends with <|im_end|> (" in text
 
@@ -102,7 +102,7 @@ def test_a_broken_torch_is_a_line(given: Given) -> None:
     )
     assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr, done.stderr
     assert set(lines(done.stdout, "error")) == {"libraries"}
-    assert "needs libraries" in lines(done.stdout, "skipped")["model"]
+    assert "requires libraries" in lines(done.stdout, "skipped")["model"]
 
 
 def test_tokenizer_tools_and_rewards_are_loaded_once(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:

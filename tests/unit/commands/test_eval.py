@@ -127,19 +127,19 @@ def test_a_run_of_another_version_is_refused_with_its_file(run_dir: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["nosuch"], r"^nosuch: there is no such model, checkpoint or run; .* a run in \S+: mine"),
-        (["RUNS/nosuch"], r"/nosuch: there is no such model, checkpoint or run"),
-        (["./nosuch"], r"^./nosuch: there is no such model"),
-        (["data.path=x"], "unknown key data.path; here it is data.test .data=FILE of asyncrl eval"),
-        (["model.path=m", "data=x", "samples=3"], "model.path=m: give the model first"),
+        (["nosuch"], r"^nosuch: no such model, checkpoint or run; .* a run in \S+: mine"),
+        (["RUNS/nosuch"], r"/nosuch: no such model, checkpoint or run"),
+        (["./nosuch"], r"^./nosuch: no such model"),
+        (["data.path=x"], "unknown key data.path; in asyncrl it is data.test .data=FILE of asyncrl eval"),
+        (["model.path=m", "data=x", "samples=3"], "model.path=m: name the model first"),
         (
             [MODEL, "data.path=x", "data.n_samples=2"],
-            r"data.n_samples: here it is .*\n  data.path: here it is",
+            r"data.n_samples: in asyncrl it is .*\n  data.path: in asyncrl it is",
         ),
-        ([MODEL, "--data.path=x"], "without dashes.*: --data.path: here it is data.test"),
+        ([MODEL, "--data.path=x"], "without dashes.*: --data.path: in asyncrl it is data.test"),
         (
             [MODEL, "--custom_reward_function.path=x"],
-            "--custom_reward_function.path: here it is rollout.reward",
+            "--custom_reward_function.path: in asyncrl it is rollout.reward",
         ),
         (
             [MODEL, "--config-path=/x", "--config-name", "y"],

@@ -116,9 +116,12 @@ def test_two_runs_give_the_law_and_one_a_guess(
     one, few = (str(make_run(tmp_path, name, slots)) for name, slots in runs)
     assert cli.main(["plan", one, few]) == 0
     text = capsys.readouterr().out
-    assert "a token takes 20 ms + 1 ms for each" in text and "is assumed" not in text
-    assert "limited by: trainer" in text and "an episode 100 ms of training on one rank, a step 0.2 s" in text
-    seconds = next(line.split() for line in text.splitlines() if line.startswith("seconds a step "))
+    assert "a token takes 20 ms + 1 ms per" in text and "is assumed" not in text
+    assert (
+        "bottleneck: trainer" in text
+        and "an episode takes 100 ms of training on one rank, a step 0.2 s" in text
+    )
+    seconds = next(line.split() for line in text.splitlines() if line.startswith("seconds per step "))
     assert float(seconds[-2]) == pytest.approx(TRAIN + COMMIT + 0.86, rel=0.02) and seconds[-1] == "4"
     assert "trainer.ranks=1 rollout.slots=" in text.splitlines()[-1]
     monkeypatch.setattr(devices, "MAX_STEPS", 6)
@@ -143,17 +146,17 @@ def test_devices_are_split_or_shared(
     run_dir = str(make_run(tmp_path, "one", 16))
     assert cli.main(["plan", run_dir, "--devices", "1"]) == 0
     text = capsys.readouterr().out
-    assert "not measured: a push, and 0 GB of weights and optimizer both ways at 10 GB/s a rank" in text
+    assert "not measured: a push, and 0 GB of weights and optimizer both ways at 10 GB/s per rank" in text
     assert text.splitlines()[-1].startswith(
-        "take rollout.workers=1 trainer.ranks=1 engine.colocated=1: these devices allow nothing else"
+        "use rollout.workers=1 trainer.ranks=1 engine.colocated=1: the only way with these devices"
     )
     assert cli.main(["plan", run_dir, "--devices", "2", "--shift", "9"]) == 0
     text = capsys.readouterr().out
-    assert "both changes of the devices 9 s (as you say)" in text
-    assert "take rollout.workers=1 trainer.ranks=1: " in text and "as a shift leaves more idle" in text
+    assert "both device changes 9 s (as given by --shift)" in text
+    assert "use rollout.workers=1 trainer.ranks=1: " in text and "because shifts leave more idle" in text
     assert [line.split()[0] for line in text.splitlines() if line.count("|") == 2] == ["devices", "1", "2"]
     assert cli.main(["plan", run_dir, "engine.colocated=1"]) == 0, "one device, which cannot be split"
-    assert "limited by: trainer" in capsys.readouterr().out
+    assert "bottleneck: trainer" in capsys.readouterr().out
 
 
 def test_one_split_is_recommended(
@@ -166,7 +169,7 @@ def test_one_split_is_recommended(
     monkeypatch.setattr(forecast, "time_savings", lambda *_: {"trainer": 0.3})
     assert cli.main(["plan", str(make_run(tmp_path, "one", 16)), "--devices", "3", "--shift", "9"]) == 0
     out, err = capsys.readouterr()
-    taken = re.search(r"^take (rollout.workers=\d trainer.ranks=\d):", out, re.MULTILINE)
+    taken = re.search(r"^use (rollout.workers=\d trainer.ranks=\d):", out, re.MULTILINE)
     assert taken and out.splitlines()[-1].startswith(f"{taken[1]} rollout.slots=")
     assert len({*re.findall(r"workers=\d trainer.ranks=\d", out)}) == 1
     tried = out.partition("tokens/s  s/step")[2].splitlines()[1:-2]
@@ -178,7 +181,7 @@ def test_one_split_is_recommended(
 def test_what_cannot_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_run(tmp_path, "one", 4)
     for arguments, expected_error in {
-        (str(run_dir), "--tail", "0"): "give a factor above 0",
+        (str(run_dir), "--tail", "0"): "use a factor above 0",
         (str(run_dir), "--devices", "1", "engine.name=sglang", "engine.tp=2"): "too few for an engine",
         ("nothing", "--run-dir", str(tmp_path)): "no run 'nothing'",
     }.items():
@@ -186,7 +189,7 @@ def test_what_cannot_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert expected_error in capsys.readouterr().err
     (run_dir / "timeline" / "rollout-0.jsonl").unlink()
     assert cli.main(["plan", str(run_dir)]) == 2
-    assert "recorded no sampled turns" in capsys.readouterr().err
+    assert "no sampled turns recorded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("code", "exits"), [(FAILED, 1), (BAD_INPUT, 1), (INTERRUPTED, 130)])

@@ -62,7 +62,7 @@ def test_list_tells_parameters_description_and_options(
     assert cli.main(["tools", "list", str(file.parent)]) == 0
     shown = capsys.readouterr().out
     assert f"diary(line: string, times?: integer)  [{file.parent}]\n    Remembers whose it is.\n" in shown
-    assert "    an object per episode, retries=2, replay=reapply\n" in shown
+    assert "    one object per episode, retries=2, replay=reapply\n" in shown
     assert cli.main(["tools", "list", str(file)]) == 0
     assert "diary(line: string, times?: integer)" in (shown := capsys.readouterr().out) and "other(" in shown
 
@@ -71,7 +71,7 @@ def test_list_without_names_shows_what_is_built_in(capsys: pytest.CaptureFixture
     assert cli.main(["tools", "list"]) == 0
     shown = capsys.readouterr().out
     assert "calculator(a: integer, op: minus | plus | times, b: integer)" in shown
-    assert "search  [makes tools; options: corpus: str, k: int = 3, " in shown
+    assert "search  [creates tools; options: corpus: str, k: int = 3, " in shown
     assert 'cache: str = "", name: str = "search"' in shown
 
 
@@ -94,14 +94,14 @@ def test_a_class_is_shown_and_called_by_its_methods(
     (sample := tmp_path / "row.json").write_text('{"extra_info": {"prices": {"tea": 3}}}')
     assert cli.main(["tools", "list", f"{file}:Shop"]) == 0
     printed = capsys.readouterr().out
-    assert f"price(item: string)  [{file}:Shop]\n    Return a price.\n    an object per episode" in printed
+    assert f"price(item: string)  [{file}:Shop]\n    Return a price.\n    one object per episode" in printed
     call = ["tools", "call", f"{file}:Shop", '{"item": "tea"}', "--name=price"]
     assert cli.main([*call, f"--sample={sample}"]) == 0
     assert capsys.readouterr().out.startswith("3\n-- price: reply after 0.0")
     assert cli.main(call) == 1
     assert "reset (shop.py:3) needs 'prices'; the columns are data_source" in capsys.readouterr().out
     assert cli.main(call[:-1]) == 2
-    assert "gives 2 tools; choose one with --name: close_shop, price" in capsys.readouterr().err
+    assert "contains 2 tools; choose one with --name: close_shop, price" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,13 @@ def test_a_class_is_shown_and_called_by_its_methods(
         (["{file}:other"], 1, "error: OSError: no paper"),
         (["{file}:Diary"], 1, "missing required field `line`"),
         (["{folder}", "--name=other"], 1, "no paper"),
-        (["{folder}"], 2, "gives 2 tools; choose one with --name: diary, other"),
+        (["{folder}"], 2, "contains 2 tools; choose one with --name: diary, other"),
         (["{folder}", "--name=both"], 2, "has no tool 'both'; choose one with --name: diary, other"),
         (["xyz"], 2, "unknown tool 'xyz'; known: calculator, expression_calculator, mcp"),
         (["calculater"], 2, "unknown tool 'calculater'; did you mean calculator"),
         (["{file}:Diary", "--option", "a"], 2, "write key=value"),
         (["{file}:Diary", "--option", "a=1"], 2, "takes no arguments"),
-        (["{file}:Diary", "--sample={file}"], 2, "no sample as a JSON object"),
+        (["{file}:Diary", "--sample={file}"], 2, "not a JSON object with a sample"),
         (["{file}:Dairy"], 2, "did you mean Diary"),
     ],
 )

@@ -97,11 +97,11 @@ def test_the_page_of_a_run_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (reward["first"], reward["last"], reward["curve"]) == (0.5, 1.0, [[1, 0.5], [2, 1.0]])
     assert (step["label"], step["last"], step["unit"]) == ("seconds/step", 4.0, "")
     (trainer,) = found["waits"]
-    assert trainer["parts"] == {"wait for data": 0.25, "forward and backward of the policy": 0.5}
+    assert trainer["parts"] == {"wait for data": 0.25, "policy forward and backward": 0.5}
     assert (found["flow"], found["conserved"]) == (FLOW, True)
     assert found["reasons"] == {"filtered/zero_variance": 3}
     assert keys(found)["trainer.lr"] == 0.5 and "name" not in keys(found)
-    assert found["notes"] == [f"attempts failed: 2 deadline; the newest: {EVIL}"]
+    assert found["notes"] == [f"attempts failed: 2 deadline; latest: {EVIL}"]
     assert found["tables"]["All numbers"]["steps"] == "2"
     assert found["tables"]["Machine of the newest launch"] == recorded_machine(run_dir)
 
@@ -116,7 +116,7 @@ def test_two_runs_side_by_side_and_one_that_is_not_over(tmp_path: Path) -> None:
     one = found["overview?run=1"]
     assert keys(one)["seed"] == 3 and "trainer.lr" not in keys(one)
     assert one["flow"] == dict.fromkeys(one["flow"], 0) | FLOW  # by its last row
-    assert "machine.json is missing or cannot be read" in one["notes"][-1]
+    assert "machine.json is missing or unreadable" in one["notes"][-1]
     assert (
         one["outcome"] == "Killed: held-out success 25% → 75% after 2 steps: no clear change (12 questions)"
     )
@@ -135,7 +135,7 @@ def test_what_a_later_launch_changed_is_said_and_an_account_that_is_not_exact(tm
     assert main([str(run_dir), "--html", str(tmp_path / "a.html")]) == 1
     found = overview(run_dir, "completed")
     assert (keys(found)["trainer.lr"], keys(found)["seed"]) == (0.5, 3) and not found["conserved"]
-    assert found["alerts"][-1].line.startswith("resumed with other keys, from step 2: seed: 0 → 3")
+    assert found["alerts"][-1].line.startswith("resumed with changed keys at step 2: seed: 0 → 3")
 
 
 def test_what_cannot_be_read_is_said_in_the_page(tmp_path: Path) -> None:
@@ -148,5 +148,5 @@ def test_what_cannot_be_read_is_said_in_the_page(tmp_path: Path) -> None:
     (run_dir / "summary.json").write_text("{")
     with pytest.raises(ConfigError, match=r"summary\.json: cannot be read"):
         main([str(run_dir), "--html", page])
-    with pytest.raises(ConfigError, match=r"a\.md: give a name that ends with \.html"):
+    with pytest.raises(ConfigError, match=r"a\.md: use a file name that ends with \.html"):
         main([str(run_dir), "--html", str(tmp_path / "a.md")])

@@ -24,12 +24,12 @@ def test_a_supervisor_that_joins_has_one_server_which_no_other_has() -> None:
     assert started.engine.urls == [] and started.engine.server_count == 1
     scored = replace(started, scorers={"reference": ScorerConfig(path="/not/here")})
     assert with_server(scored, "").scorers == scored.scorers
-    with pytest.raises(ConfigError, match=f"--url: the server {OWN}/ is one of engine.urls"):
+    with pytest.raises(ConfigError, match=f"--url: the run already uses the server {OWN}/"):
         with_server(configured(urls=[OWN]), OWN + "/")
 
 
 def test_a_server_that_cannot_be_used_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"engine.server_command: /nowhere/python is no program"):
+    with pytest.raises(ConfigError, match=r"engine.server_command: /nowhere/python is not a program"):
         with_server(configured(server_command=["/nowhere/python"]), "")
     with pytest.raises(ConfigError, match=OWN):
         with_server(configured(), OWN)

@@ -462,7 +462,7 @@ def test_failed_attempts_are_in_the_status_the_rows_and_the_summary(setup: LoopS
         FailReason.REWARD_ERROR, "KeyError: 'b' (bad.py:41)", coordinator.state.journal.store
     )
     assert coordinator.reporter.write_status("running").failed == (
-        "attempts failed: 1 reward_error; the newest: KeyError: 'b' (bad.py:41)"
+        "attempts failed: 1 reward_error; latest: KeyError: 'b' (bad.py:41)"
     )
     assert coordinator.reporter.gauges()["rollout/attempts_failed/reward_error"] == 1.0
     coordinator.reporter.write_summary("completed", "")

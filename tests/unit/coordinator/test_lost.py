@@ -492,7 +492,7 @@ def test_a_store_that_no_manifest_fits_is_refused(tmp_path: Path, wrong: str) ->
         (tmp_path / "checkpoints" / "step-3" / "manifest.json").unlink()
     else:
         trainer.total += 2
-    with pytest.raises(ProtocolError, match="not of one run"):
+    with pytest.raises(ProtocolError, match="belong to different runs"):
         Trainer(state, "b", manifest)
     state.journal.roll_back()
     assert state.ledger.batches.committed == 1 and state.ledger.buffer.account().trained == 2

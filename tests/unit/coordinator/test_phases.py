@@ -60,7 +60,7 @@ def test_a_stop_waits_for_a_slow_micro_batch_and_its_checkpoint(coordinator: Coo
     tick(coordinator, 1400.0)
     assert coordinator.lifecycle.phase is Phase.STOPPING
     assert coordinator.state.fleet.waits == [
-        "a checkpoint after the part of the plan under way, for at most 196 s more"
+        "a checkpoint after the current part of the plan, for at most 196 s more"
     ]
     coordinator._on_control(b"trainer/0/a", Checkpointed(0, 52, 0), [], now=1401.0)
     tick(coordinator, 1401.0)
@@ -269,7 +269,7 @@ def test_batches_that_learn_nothing_end_the_run_with_a_checkpoint(coordinator: C
     coordinator.state.ledger.skipped_batches = 21
     tick(coordinator, 0.0)
     assert coordinator.lifecycle.phase is Phase.STOPPING
-    assert "took no optimizer step" in coordinator.lifecycle.error
+    assert "made no optimizer step" in coordinator.lifecycle.error
 
 
 def test_first_attempts_that_all_fail_end_the_run_with_their_cause(coordinator: Coordinator) -> None:
@@ -287,7 +287,7 @@ def test_first_attempts_that_all_fail_end_the_run_with_their_cause(coordinator: 
     assert coordinator.lifecycle.outcome == "failed"
     assert coordinator.lifecycle.error == (
         f"the first 128 attempts (samples: 4) all failed with reward_error: {cause}; "
-        "mend that, then go on with resume=auto"
+        "fix the cause, then continue with resume=auto"
     )
 
 
@@ -305,7 +305,7 @@ def test_a_run_of_a_few_samples_all_of_whose_episodes_fail_has_failed(coordinato
     tick(coordinator, 0.0)
     assert (coordinator.lifecycle.outcome, coordinator.lifecycle.error) == (
         "failed",
-        "all episodes failed, and the data are over: 100 tokens; mend that, and begin another run",
+        "all episodes failed, and no data are left: 100 tokens; fix the cause, then start a new run",
     )
 
 
@@ -344,7 +344,7 @@ def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(
     tick(coordinator, 1.0)
     assert coordinator.lifecycle.outcome == "failed"
     assert coordinator.lifecycle.error == (
-        "data.order: mine.py:hook of epoch 1 failed; mend that, then go on with resume=auto"
+        "data.order: mine.py:hook of epoch 1 failed; fix the error, then continue with resume=auto"
     )
 
 

@@ -168,7 +168,7 @@ def test_checkpoints_that_cannot_be_written_are_an_alert_until_one_is(reporter: 
             beat = TrainerHeartbeat(0, 0, 0, checkpoint_problem=reported_problem)
             trainer.note_heartbeat(b"trainer/0/" + incarnation.encode(), beat, 0.0)
             reported += alerts()
-    assert reported == [f"{problem}; there is no checkpoint yet"] * 4
+    assert reported == [f"{problem}; no checkpoint exists yet"] * 4
     epoch = reporter.fleet.trainer_epoch
     trainer.welcome_rank(b"trainer/1/y", TrainerHello(1, 2, "y", 0), 0.0)
     trainer.record_checkpoint(b"trainer/0/y", Checkpointed(epoch, 0, 0), 0.0)

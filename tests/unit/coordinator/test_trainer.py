@@ -115,7 +115,7 @@ def test_rank_0_alone_is_given_a_plan_and_each_rank_its_payloads(
 def test_ranks_that_have_yet_to_meet_are_named_until_their_hello(setup: TrainerSetup) -> None:
     handler = setup.handler
     lease = setup.state.config.launch.lease
-    waits = TrainerHeartbeat(1, 0.0, 0.0, "trainer ranks meet: of 2, not there yet: 0")
+    waits = TrainerHeartbeat(1, 0.0, 0.0, "trainer ranks 0 of 2 to join")
     setup.hello("2")
     handler.note_heartbeat(b"trainer/1/1", waits, 0.0)
     assert handler.starting_waits(0.0) == [], "of ranks that were replaced"
@@ -330,7 +330,7 @@ def test_a_dead_trainers_late_hello_does_not_strand_its_successor(setup: Trainer
 
 
 def test_a_checkpoint_of_another_run_is_refused(setup: TrainerSetup) -> None:
-    with pytest.raises(ProtocolError, match="not of one run"):
+    with pytest.raises(ProtocolError, match="belong to different runs"):
         setup.hello("z", step=2)
 
 

@@ -329,7 +329,7 @@ def test_rounds_that_are_begun_anew_are_no_failures(tmp_path: Path) -> None:
     flow = HeldOutAccount(issued=8, in_flight=2, begun_anew=6)
     assert held_out.account() == flow and flow.conserved and held_out.audit()
     assert summary_notes({"held_out": asdict(flow)}) == [
-        "held out: 8 issued = 0 scored + 0 failed + 2 in flight + 6 begun anew"
+        "held out: 8 issued = 0 scored + 0 failed + 2 in flight + 6 started again"
     ]
     held_out.end_session()
     assert held_out.account() == HeldOutAccount(issued=8, failed=2, begun_anew=6)

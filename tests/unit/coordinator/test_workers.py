@@ -198,7 +198,7 @@ def test_first_attempts_are_judged_until_one_lands(setup: WorkerSetup) -> None:
             admit(state.ledger.buffer, 1)
     assert state.ledger.futile_reason() == (
         f"the first {seq} attempts (samples: 1) all failed with tool_error: no; "
-        "mend that, then go on with resume=auto"
+        "fix the cause, then continue with resume=auto"
     )
     (_, first), *_ = setup.tick()
     setup.turn(A, seq + 1, first)

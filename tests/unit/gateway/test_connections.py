@@ -180,7 +180,7 @@ async def test_own_listeners_end_with_the_episode(gateway: Gateway) -> None:
     for one in (first, second):
         with pytest.raises(aiohttp.ClientConnectorError):
             await ask(one, "q")
-    with pytest.raises(AsyncrlError, match="is over"):
+    with pytest.raises(AsyncrlError, match="has ended"):
         await endpoint.serve_on(listening())
     agents.close()
 

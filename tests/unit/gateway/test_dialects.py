@@ -148,8 +148,8 @@ REFUSED: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
     ("chat", "no role"): ({"messages": [{"content": "q"}]}, "role"),
     ("chat", "content of a wrong type"): ({"messages": [{"role": "user", "content": 3}]}, "content"),
     ("chat", "a sound"): ({"messages": content("input_audio")}, "input_audio"),
-    ("chat", "arguments that are no JSON"): ({"messages": called("{")}, "no JSON object"),
-    ("chat", "arguments that are a list"): ({"messages": called("[]")}, "no JSON object"),
+    ("chat", "arguments that are no JSON"): ({"messages": called("{")}, "not a JSON object"),
+    ("chat", "arguments that are a list"): ({"messages": called("[]")}, "not a JSON object"),
     ("chat", "a tool that is none"): ({"tools": [{"name": "look"}]}, "a tool is"),
     ("chat", "no answer"): ({"n": 0}, "n`"),
     ("chat", "more answers than anyone reads"): ({"n": 129}, "n`"),
@@ -160,15 +160,18 @@ REFUSED: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
     ("chat", "no room for an answer"): ({"max_tokens": 0}, "max_tokens"),
     ("messages", "an empty text to stop at"): ({"stop_sequences": [""]}, "stop_sequences"),
     ("messages", "too many texts to stop at"): ({"stop_sequences": ["a"] * 33}, "stop_sequences"),
-    ("responses", "a namespace of no tools"): ({"tools": [{"type": "namespace", "tools": [1]}]}, "no list"),
-    ("responses", "two tools of one name"): ({"tools": TWINS}, "two tools are 'mail__look' to the model"),
+    ("responses", "a namespace of no tools"): (
+        {"tools": [{"type": "namespace", "tools": [1]}]},
+        "not a list",
+    ),
+    ("responses", "two tools of one name"): ({"tools": TWINS}, "two tools are called 'mail__look'"),
     ("responses", "nothing"): ({"input": []}, "length >= 1"),
     ("responses", "what was not kept"): ({"previous_response_id": "resp-1"}, "send the whole input"),
     ("responses", "a conversation"): ({"conversation": "c"}, "send the whole input"),
     ("responses", "a reference"): ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'"),
     ("responses", "a file"): ({"input": content("input_file")}, "input_file"),
     ("responses", "no role"): ({"input": [{"content": "q"}]}, "no role"),
-    ("responses", "arguments that are no JSON"): ({"input": [OWN_CALL]}, "no JSON object"),
+    ("responses", "arguments that are no JSON"): ({"input": [OWN_CALL]}, "not a JSON object"),
 }
 
 

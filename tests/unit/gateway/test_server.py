@@ -85,7 +85,7 @@ BROKEN: dict[str, tuple[dict[str, Any], int, str]] = {
     "open": ({"data": b"{"}, 400, "cannot be read"),
     "too large": ({"data": b" " * 1001}, 413, "Too Large"),
     "it never arrives": ({"data": never}, 408, "body did not arrive within 0.05 s"),
-    "a method that is not there": ({"method": "DELETE"}, 405, "there is no DELETE /v1/"),
+    "a method that is not there": ({"method": "DELETE"}, 405, "unknown endpoint DELETE /v1/"),
 }
 
 

@@ -225,8 +225,8 @@ def test_the_help_has_the_unit_and_default_of_each_bound(capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main(["image", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "--mib N import: refused whole above N MiB of files in all layers (16384)" in shown
-    assert "--seconds N import: refused whole above N seconds for unpacking (1800)" in shown
+    assert "--mib N import: fail above N MiB of files in all layers (default: 16384)" in shown
+    assert "--seconds N import: fail above N seconds of unpacking (default: 1800)" in shown
 
 
 def test_more_than_the_bound(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,7 +301,7 @@ def test_users_and_machines_that_forbid_namespaces(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("kind", "said"), [(USER, "sandboxes can have one"), (FORBIDDEN, "sandboxes cannot use images here")]
+    ("kind", "said"), [(USER, "sandboxes can use them"), (FORBIDDEN, "no sandbox can have an image here")]
 )
 def test_doctor_says_whether_they_work(own: Path, kind: list[str], said: str) -> None:
     look = "from asyncrl.launch.machine import check_images; print(*check_images(None))"

@@ -56,7 +56,7 @@ def test_each_token_comes_with_an_invitation_of_its_public_half(
 
 
 def test_who_does_not_wait_any_more_is_forgotten(endpoints: Endpoints, link: Link, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="its launcher does not answer within"):
+    with pytest.raises(ConfigError, match="the launcher did not answer within"):
         ask_for_token(tmp_path, "rollout", 0.05)
     assert not list(tmp_path.iterdir())
     os.mkfifo(tmp_path / "invite-rollout-0", 0o600)  # of a command that was killed

@@ -239,10 +239,10 @@ ADDRESSES = [  # of the launcher, of a server
 # By level and check: what is spoilt, and a pattern of what is said.
 SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "error: run directory": [
-        ({"name": "a/b"}, "name: 'a/b' is no directory name"),
+        ({"name": "a/b"}, "name: 'a/b' is not a valid directory name"),
         ({"name": "a\nb"}, "name: "),
         ({"name": 300 * "a"}, "name: a+… has more than 200 bytes"),
-        (run_with("config.yaml"), "a run of that name exists; continue it with resume=auto"),
+        (run_with("config.yaml"), "a run with that name exists; continue it with resume=auto"),
         (run_with("run.db"), "resume=auto"),
         ({"resume": "must"}, "resume=must, but there is no run"),
         (file("runs", ""), "not a writable directory; set run_dir=…"),
@@ -250,8 +250,11 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     ],
     "error: launch": [
         ([lacking("ray"), RAY], r"is not installed; pip install 'asyncrl\[ray\]'"),
-        ([RAY, {"launch.gpus": {"engine": 1.5}}], r"Ray reserves no 1.5 .* \(engine\); give a whole number"),
-        ([RAY, {"launch.gpus": {"engine": 0.00001}}], "Ray reserves no 1e-05 GPUs"),
+        (
+            [RAY, {"launch.gpus": {"engine": 1.5}}],
+            r"Ray cannot reserve 1.5 .* \(engine\); use a whole number",
+        ),
+        ([RAY, {"launch.gpus": {"engine": 0.00001}}], "Ray cannot reserve 1e-05 GPUs"),
         ([lacking("swanlab"), {"observe.trackers": ["swanlab"]}], r"asyncrl\[swanlab\]"),
     ],
     "error: tensors": [
@@ -264,7 +267,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
         (renamed("q_proj", "q_proj.base_layer"), "not merged; save model.merge_and_unload"),
         (renamed("q_proj", "query"), r"lack 2 tensors .*the files have 2 tensors .*query\..*instead"),
-        (without("layers.0.mlp.up_proj.weight"), "lack 1 tensor .*layers.0.mlp.up_proj.*not fetched"),
+        (without("layers.0.mlp.up_proj.weight"), "lack 1 tensor .*layers.0.mlp.up_proj.*not downloaded"),
         (narrower("norm.weight"), "in the files and .* in the model.*of different models"),
         (
             eight_bits("up_proj.weight"),
@@ -277,7 +280,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
         (
             [GAE, without("layers.0.mlp.up_proj.weight", key="critic.path")],
-            "critic.path .*layers.0.mlp.*not fetched",
+            "critic.path .*layers.0.mlp.*not downloaded",
         ),
         (classifier, "rollout.reward.classifier.path .*no trained head"),
         (edit(model_type="mistral5", architectures=None), "model.path .*transformers cannot build its model"),
@@ -285,7 +288,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "warning: tensors": [
         (
             added("draft.fc.weight", 2),
-            r"have 1 tensor \(draft.fc.weight\) that .* does not use: they do not train",
+            r"have 1 tensor \(draft.fc.weight\) that .* does not use: they are not trained",
         )
     ],
     "error: template": [
@@ -299,29 +302,29 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
     ],
     "error: model": [
-        (cut_in_half, "not readable as safetensors .*its header describes.*fetch or save"),
+        (cut_in_half, "not readable as safetensors .*its header describes.*download or save"),
         ({"model.path": "nowhere"}, "model.path: nowhere is not a directory"),
         ({"model.path": 300 * "a"}, "File name too long.*aaaa"),
         (file("model/config.json", None), "config.json"),
         (file("model/config.json", "{"), "config.json.*JSON"),
         (file("model/model.safetensors", None), "no model.safetensors; save"),
-        (half_a_model, "1 of 2 files of weights are missing, first model-2.safetensors"),
-        (file("model/model.safetensors", "version https"), "not readable as safetensors .*fetch or save"),
+        (half_a_model, "1 of 2 weight files are missing, starting with model-2.safetensors"),
+        (file("model/model.safetensors", "version https"), "not readable as safetensors .*download or save"),
         (file("model/tokenizer.json", None), "no tokenizer.json; save"),
         (file(TEMPLATE, None), "no chat template"),
         (edit(max_position_embeddings=64), r"rollout.max_tokens \(300\) exceeds .* \(64\)"),
         ([edit(num_attention_heads=9), SHARED], r"sequence_parallel \(2\) .* 9 .*one of \[1, 3\]"),
         (like_gpt2(n_positions=64), r"rollout.max_tokens \(300\) exceeds .* \(64\)"),
         ([like_gpt2(n_head=9), SHARED], r"sequence_parallel \(2\) .* 9 .*one of \[1, 3\]"),
-        ([with_an_earlier_run, copied_model], "model.path: .*was begun with"),
+        ([with_an_earlier_run, copied_model], "model.path: .*was started with"),
         (
             [with_an_earlier_run, {"algorithm.advantage": "remax"}],
             "advantage: .* 'dr_grpo' .* 'remax', .* greedy",
         ),
-        (run_with("config.yaml", "seed: 7", resume="auto"), "seed: .* begun with 7 .* with 0; set seed=7"),
+        (run_with("config.yaml", "seed: 7", resume="auto"), "seed: .* started with 7 .* with 0; set seed=7"),
         (run_with("config.yaml", "{", resume="auto"), r"config\.yaml: not readable"),
         *(
-            ([with_an_earlier_run, {key: new}], f"^{key}: .* begun with .* with {new!r}; set {key}=")
+            ([with_an_earlier_run, {key: new}], f"^{key}: .* started with .* with {new!r}; set {key}=")
             for key, new in KEPT.items()
         ),
     ],
@@ -336,7 +339,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ({"engine.name": "troch"}, "unknown engine.*torch"),
         (
             COLOCATED | {"engine.name": "builtins:dict"},
-            "builtins:dict has no sleep, as engine.colocated needs",
+            "builtins:dict cannot sleep, which engine.colocated needs",
         ),
         ({"algorithm.advantage": "gprpo"}, "unknown advantage.*grpo"),
         ({"algorithm.loss": "reinforced"}, "unknown loss.*reinforce"),
@@ -351,8 +354,8 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         (rows(4, prompt=[{"role": "bot", "content": "?"}]), "sample 0.*role 'bot'"),
         (rows(4, extra_info={"tools": ["weather"]}), "sample 0.*weather.*rollout.tools"),
         (OTHER_TOOLS, "extra_info"),
-        (rows(3), r"3 samples are less .*groups_per_batch \(4\)"),
-        (rows(4, prompt=None), "sample 0: column prompt is null; set a text"),
+        (rows(3), r"3 samples are fewer .*groups_per_batch \(4\)"),
+        (rows(4, prompt=None), "sample 0: column prompt is null; give it a text"),
         (
             file("by_level.py", "def f(completions, *, level): return [level[0]]", "rollout.reward=:f"),
             "data.train: rollout.reward .*f needs the column 'level', and the first sample has .*extra_info",
@@ -363,8 +366,8 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
         (data(*4 * [LONG]), "all prompts have more than 284 tokens.*raise rollout.max_tokens"),
         ([data(*4 * [LONG]), FILTERED], "all prompts have more than 284 tokens"),
-        ([data(*FOUR[1:], LONG), FILTERED], "data.train: 3 samples are less than one batch"),
-        (talks({}, {"content": ""}), "2 conversations have an empty .*and there are no others"),
+        ([data(*FOUR[1:], LONG), FILTERED], "data.train: 3 samples are fewer than one batch"),
+        (talks({}, {"content": ""}), "2 conversations have an empty .*and no others are left"),
         *(
             ([UNTRUE, {"rollout.reward": reward}], "sample 0: no ground truth for rollout.reward [a-z]")
             for reward in COMPARED
@@ -375,7 +378,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ([data(*FOUR, LONG), FILTERED], r"1 prompts have .* 284 tokens \(the longest 6\d\d\).*left out"),
         (
             talks(*YES, LONG_TALK),
-            "at least 1 conversations have .* 300 tokens.*their episodes fail: set",
+            "at least 1 conversations have .* 300 tokens.*their episodes will fail: set",
         ),
         (
             [talks(*YES, LONG_TALK), FILTERED],
@@ -383,7 +386,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
         (
             talks(*YES, {"content": " \n"}, {}, TOOL_CALL),
-            "2 conversations have an empty .*; they were left out",
+            "2 conversations have an empty .*; left out",
         ),
         (data(*FOUR, *WORDS), 'final_number compares numbers, and 2 of the first 6 ground .* such as "rain"'),
         (rows(4, agent_name="tool_agent"), "4 samples request the agent loop 'tool_agent'"),
@@ -401,24 +404,24 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
         ([data(*4 * [{"messages": SAID, "tools": [], "uid": 1}]), SFT], "unused columns: uid; "),
     ],
-    "error: device": [([gpus(0), {"model.device": "cuda"}], "model.device is cuda, and torch sees no GPU")],
+    "error: device": [([gpus(0), {"model.device": "cuda"}], "model.device is cuda, but torch sees no GPU")],
     "error: memory": [
-        ([large, MEMORY], r"take 1\.6 GB, and there are 1\.5 GB; .*model\.lora_rank"),
+        ([large, MEMORY], r"take 1\.6 GB, but only 1\.5 GB are available; .*model\.lora_rank"),
         (
             [large, MEMORY, gpus(1), COLOCATED],
-            r"there are 1\.5 GB of main memory, where they rest",
+            r"only 1\.5 GB of main memory, where they are offloaded",
         ),
     ],
     "error: weights": [
         (beyond_shared_memory, "weights.directory=run"),
         (file("f", "", "weights.directory=/weights"), "f is not a writable directory; set weights.directory"),
-        ({"weights.directory": "shared"}, "'shared' is none of auto, shm, run, an absolute path"),
+        ({"weights.directory": "shared"}, "'shared' is not auto, shm, run or an absolute path"),
     ],
     "error: servers": [
         ([SGLANG, {"engine.api_key_env": "ASYNCRL_NO_KEY"}], "engine.api_key_env: ASYNCRL_NO_KEY is not set"),
         (
             [NO_SGLANG, SGLANG],
-            "not installed.*engine.urls.*on a CPU, make sglang-cpu .*then engine=sglang_cpu",
+            "not installed.*engine.urls.*on a CPU, run make sglang-cpu .*then set engine=sglang_cpu",
         ),
         ([SGLANG, {"engine.server_command": ["/nowhere/python"]}], "engine.server_command: /nowhere/python"),
         (
@@ -433,7 +436,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "warning: settings": [
         (
             {"rollout.slots": 27} | THREE,
-            r"at most 80 episodes run at once, \(1 \+ 4, by target_staleness\).*1 of 81 slots",
+            r"at most 80 episodes run at once: \(1 \+ 4, by target_staleness\).*1 of 81 slots",
         ),
         (
             [THREE | {"rollout.slots": 11}, {"buffer.target_staleness": 1}],
@@ -444,14 +447,14 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             [edit(max_position_embeddings=2048), FORKS, {"rollout.max_rows": 9}],
             "may have 9216 .*tokens .8192",
         ),
-        ([gpus(0), SGLANG], "engine=sglang starts servers on GPUs.*then engine=sglang_cpu"),
+        ([gpus(0), SGLANG], "engine=sglang starts servers on GPUs.*then set engine=sglang_cpu"),
         ([MISTRAL, CALCULATOR], "parser is hermes.*set rollout.parser=mistral"),
         (
             [large, {"trainer.lr": 1e-6}],
             "lr=1e-06 is far from the usual 2e-05 for 100.0 M param.* than 1.5e-06",
         ),
         ([large, {"model.lora_rank": 8, "trainer.lr": 1e-2}], "for adapters on 100.0 M parameters"),
-        ([CORES[2], {"launch.threads": 2}], "makes 4 busy threads on 2 cores.*set launch.threads=1"),
+        ([CORES[2], {"launch.threads": 2}], "means 4 busy threads on 2 cores.*set launch.threads=1"),
         ([large, DISK_4GB], "checkpoints need 4.8 GB .*has 4.0 GB free"),
     ],
     "warning: data, settings": [([PLAIN, CALCULATOR], NO_CALLS), ([MINIMAX, CALCULATOR], NO_CALLS)],

@@ -75,7 +75,7 @@ def test_plain_lines_carry_figures_and_who_waits_on_whom() -> None:
 
 
 ALERT = Alert("constant reward", "bad", "all 512 episodes scored 0", "read episodes", 0, {"trainer.lr": "1"})
-FAILED = "attempts failed: 1,234 reward_error, 2 worker_lost; the newest: [x] (bad.py:41)"
+FAILED = "attempts failed: 1,234 reward_error, 2 worker_lost; latest: [x] (bad.py:41)"
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,10 @@ FAIL = Alert(name="attempts fail", level="bad", what="9 of 9, most with x: no su
 def test_why_attempts_fail_is_printed_once(together: bool) -> None:
     """By the line of the first failure, or by the alert if that comes with it; live, too."""
     shown, out = console()
-    first = Status("running", 0, 10, {}, (), "attempts failed: 1 x; the newest: no such tool")
+    first = Status("running", 0, 10, {}, (), "attempts failed: 1 x; latest: no such tool")
     if not together:
         shown.show_status(first)
-    last = replace(first, failed="attempts failed: 9 x; the newest: no such tool", alerts=(FAIL,))
+    last = replace(first, failed="attempts failed: 9 x; latest: no such tool", alerts=(FAIL,))
     shown.show_status(last)
     shown.show_status(last)
     text = out.getvalue()
@@ -335,14 +335,16 @@ def test_the_final_table(tmp_path: Path) -> None:
     assert ["held-out success, ≥ 10", "25.0%", "75.0%"] in cells
     assert ["held-out score", "-0.5", "12.2"] in cells
     assert "trainer and all workers busy at once: 62%" in text
-    assert "fixed probe, max: 2.0e-07\n" in text and "compared, of the fixed probe: 640" in text
+    assert "fixed probe, max: 2.0e-07\n" in text and "compared in the fixed probe: 640" in text
     assert "fixed probe by rounding alone, max: 3.0e-07" in text and "advantage 0: 25.0%" in text
     assert "attempts failed" not in text
     more = {"probe_logprob_diff_max": 0.46, "attempts_failed": {"reward_error": 3}}
     summary |= more | {"newest_failure": "b [x]"}
     print_summary(summary, tmp_path, Terminal(file=out, width=200), everything=True)
-    assert "\n  attempts failed: 3 reward_error; the newest: b [x]\n" in out.getvalue()
-    assert "fixed probe, max: 4.6e-01 (bfloat16 rounds: 0.1 to 0.6 is usual, several times" in out.getvalue()
+    assert "\n  attempts failed: 3 reward_error; latest: b [x]\n" in out.getvalue()
+    assert (
+        "fixed probe, max: 4.6e-01 (bfloat16 rounding: 0.1 to 0.6 is normal, several times" in out.getvalue()
+    )
     for part in ("25.0%", "75.0%", "100.0%", "8 issued = 8 trained", "✓", str(tmp_path)):
         assert part in text
     out.truncate(0)

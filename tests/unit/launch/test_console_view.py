@@ -36,7 +36,7 @@ from asyncrl.observe.metrics import (
 from asyncrl.observe.transcripts import Transcript
 from asyncrl.wire.messages.shared import Status
 
-FAILED = "attempts failed: 123,456 reward_error, 7,890 worker_lost; the newest: KeyError: 'b' (bad.py:41)"
+FAILED = "attempts failed: 123,456 reward_error, 7,890 worker_lost; latest: KeyError: 'b' (bad.py:41)"
 SIZES = [(60, 20), (200, 60)]
 
 

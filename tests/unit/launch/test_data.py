@@ -141,7 +141,7 @@ def test_an_answer_that_only_calls_a_tool_is_not_empty(given: Given) -> None:
         PromptBudgets(demonstrations=PromptBudget("conversations", 100, lambda _: 1, lambda _: 1)),
     )
     assert [sample.row for sample in samples] == [0, 1, 2] and not samples[0].prompt[-1].tool_calls
-    assert line == "data.train: 2 conversations have an empty message of the assistant; they were left out"
+    assert line == "data.train: 2 conversations have an empty assistant message; left out"
 
 
 def begin(given: RunConfig) -> None:
@@ -191,11 +191,11 @@ def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given:
     given.keys |= {"rollout.reward": "tests", "data.train": str(given.train)}
     assert "data.train: sample 0 is not a task, but rollout.reward judges" in given.notes("data")[-1].text
     given.keys |= {"data.train": str(given.folder / "tasks"), "rollout.tools": []}
-    assert "data.train: nothing works on its tasks; set rollout.agent" in given.notes("data")[-1].text
+    assert "data.train: nothing can work on its tasks; set rollout.agent" in given.notes("data")[-1].text
     given.keys["rollout.tools"] = ["calculator"]
-    assert "data.train: nothing works on its tasks" in given.notes("data")[-1].text
+    assert "data.train: nothing can work on its tasks" in given.notes("data")[-1].text
     given.keys["rollout.tools"] = ["shell", "python"]
-    assert "data.train: 2 of rollout.tools leave changes; set" in given.notes("data")[-1].text
+    assert "data.train: 2 of rollout.tools change files; set" in given.notes("data")[-1].text
     given.keys["rollout.tools"] = ["shell", "calculator"]
     begin(given.config())
     given.keys["resume"] = "auto"

@@ -144,7 +144,7 @@ def lora_8b(folder: Path, **trainer: Any) -> RunConfig:
 def test_the_dry_run_says_how_much_is_computed_again(tmp_path: Path, gpus: list[int]) -> None:
     memory_line, recomputation, *_ = describe_memory(lora_8b(tmp_path), has_gpu=True)
     assert "1 layer in 2 is recomputed" in recomputation.text and "77.3 GB" in recomputation.text
-    assert "73.0 GB in all" in memory_line.text and recomputation.level == "ok"
+    assert "73.0 GB in total" in memory_line.text and recomputation.level == "ok"
 
     stated = lora_8b(tmp_path, activation_checkpointing="none")
     texts = [note.text for note in describe_memory(stated, has_gpu=True)]
@@ -189,13 +189,12 @@ def test_advice_on_the_type_is_what_the_machine_multiplies(
     single = config(model, model={"dtype": "float32"})
     assert not list(cost_warnings(config(model), gpu)) and not list(cost_warnings(single, gpu))
     monkeypatch.setattr(estimates, "cpu_speed", lambda dtype, rows: 1e11 * (1 + 2 * (dtype == "bfloat16")))
-    assert ("bfloat16 multiplies 3.0 times as fast" in describe_costs(single, gpu)[0]) == (not gpu)
+    assert ("bfloat16 is 3.0 times as fast" in describe_costs(single, gpu)[0]) == (not gpu)
     bfloat16[gpu] = False
     monkeypatch.setattr(estimates, "cpu_speed", lambda dtype, rows: 1e11 / (1 + 5 * (dtype == "bfloat16")))
     (line,) = cost_warnings(config(model), gpu)
     assert (
-        "model.dtype=bfloat16 takes many times the time of float32" in line
-        and "set model.dtype=float" in line
+        "model.dtype=bfloat16 is many times slower than float32" in line and "set model.dtype=float" in line
     )
     assert "multiplies" not in describe_costs(single, gpu)[0] and not list(cost_warnings(single, gpu))
     bfloat16[False] = False  # with a GPU that is left aside, the CPU counts
@@ -208,12 +207,12 @@ def test_what_the_keys_together_mean_is_said(model: Path) -> None:
     more = config(model, **critic, trainer=trainer, data={"train": "t", "epochs": 1})
     text = "\n".join(describe_work(more, train_count=640, test_count=1319, prompt_tokens=77))
     for said in (
-        "640 samples, 32 a step: 5 passes in 100 steps",
-        "data.epochs=1 ends the run before, at step 20",
-        "share rollout.max_tokens=4096, a turn has at most rollout.max_new_tokens=1024; the first prompt has",
-        "256 of 1,319 held-out samples (validation.samples), 1 x sampled and greedily, every 10 steps",
-        "the learning rate: 3 steps (trainer.warmup_steps)",
-        "the policy waits: 5 steps (critic.warmup_steps)",
+        "640 samples, 32 per step: 5 passes in 100 steps",
+        "data.epochs=1 ends the run earlier, at step 20",
+        "together: rollout.max_tokens=4096, one turn: rollout.max_new_tokens=1024; first prompt:",
+        "256 of 1,319 held-out samples (validation.samples), 1 x sampled and greedy, every 10 steps",
+        "learning rate: 3 steps (trainer.warmup_steps)",
+        "before the policy trains: 5 steps (critic.warmup_steps)",
     ):
         assert said in text
     plain = "\n".join(describe_work(config(model), train_count=640, test_count=0, prompt_tokens=1))
@@ -233,10 +232,10 @@ def test_the_time_of_a_run_follows_from_what_the_cpu_multiplies(
     more |= {"total_steps": 3, "validation": {"samples": 16}}
     (line,) = describe_time(config(model, **more), 100, 100)
     assert (
-        "about 3.7 minutes, a step 60 s of training and 20 s of sampling side by side" in line
+        "about 3.7 minutes, with 60 s of training and 20 s of sampling per step in parallel" in line
     )  # 3·60 + 2·20
     recomputed = {"lr": 1e-5, "activation_checkpointing": "full"}
-    assert "step 80 s of training" in next(describe_time(config(model, **more, trainer=recomputed), 0, 100))
+    assert "with 80 s of training" in next(describe_time(config(model, **more, trainer=recomputed), 0, 100))
     assert not list(describe_time(config(model, engine={"name": "sglang"}), 0, 100))
 
 
@@ -337,16 +336,17 @@ def test_the_dry_run_warns_of_what_a_micro_batch_takes(model: Path, monkeypatch:
     monkeypatch.setattr(memory, "footprint", lambda config: found)
     monkeypatch.setattr(memory, "main_memory", lambda: MainMemory(2_000_000_000, 0))
     (line,) = describe_memory(config(model), has_gpu=False)
-    assert "optimizer 400.0 MB, a micro-batch of 4 x 512 tokens 300.0 MB, 1.1 GB in all" in line.text
-    assert line.level == "ok" and "versions on their way out 400.0 MB of main memory" in line.text
+    assert "optimizer 400.0 MB, a micro-batch of 4 x 512 tokens 300.0 MB, 1.1 GB in total" in line.text
+    assert line.level == "ok" and "versions being published take 400.0 MB of main memory" in line.text
     _, short = describe_memory(config(model, trainer={"ranks": 2}), has_gpu=False)
     assert (
-        "2 trainer ranks need 2.6 GB, and there are 2.0 GB" in short.text and "activation_check" in short.text
+        "2 trainer ranks need 2.6 GB, but only 2.0 GB are available" in short.text
+        and "activation_check" in short.text
     )
     assert short.level == "warning"
     deltas = {"trainer": {"ranks": 2}, "weights": {"full_every": 4}}
     line, short = describe_memory(config(model, **deltas), has_gpu=False)
-    assert "versions on their way out 300.0 MB of main memory" in line.text, "three copies of half of it"
+    assert "versions being published take 300.0 MB of main memory" in line.text, "three copies of half of it"
     assert "2 trainer ranks need 2.8 GB" in short.text
 
 
@@ -362,7 +362,8 @@ def test_the_dry_run_says_what_adapters_take_of_a_server(
     *_, line = describe_memory(config(model, engine={"name": "sglang"}, **keys), has_gpu=False)
     # 51,000 numbers of each rank, two bytes each; 6 versions of two agents, and the base, all as of rank 16
     assert (
-        "version is 2.4 MB; a server, beside its weights, has room for 13 adapters at once: 21" in line.text
+        "version takes 2.4 MB; a server has room, besides its weights, for 13 adapters at once: 21"
+        in line.text
     )
 
 
@@ -401,7 +402,7 @@ def test_a_rank_may_hold_a_copy_for_each_sender_and_one_more(
 def test_a_model_that_cannot_be_estimated_ends_nothing(model: Path) -> None:
     (model / "config.json").write_text("{}")
     (line,) = describe_memory(config(model), has_gpu=False)
-    assert line.level == "warning" and line.text.startswith("the memory of a trainer rank is not estimated: ")
+    assert line.level == "warning" and line.text.startswith("cannot estimate the memory of a trainer rank: ")
 
 
 @pytest.mark.parametrize(

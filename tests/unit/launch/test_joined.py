@@ -333,5 +333,5 @@ def test_a_log_that_was_cut_is_shown_from_its_new_end(
 
 
 def test_a_machine_without_the_launchers_directory_is_refused(home: Home) -> None:
-    with pytest.raises(ConfigError, match="the launcher's directory /gone is not on this machine"):
+    with pytest.raises(ConfigError, match="the launcher's directory /gone does not exist on this machine"):
         replace(home.ticket(), working_directory="/gone").enter_directory()

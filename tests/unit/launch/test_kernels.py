@@ -68,7 +68,7 @@ def test_kernels_are_those_that_a_model_file_names(model_type: str, modules: lis
 )
 def test_another_version_is_refused(given: Given, packages: Path, version: str, problem: str) -> None:
     install_fla(packages, version)
-    assert checked(given) == "none: no layer of the model carries a state"
+    assert checked(given) == "not needed: no layer of the model carries a state"
     with pytest.raises(ConfigError, match=f"^{problem}"):
         checked(given, model_type="qwen3_next")
 
@@ -76,7 +76,7 @@ def test_another_version_is_refused(given: Given, packages: Path, version: str, 
 @pytest.mark.slow
 def test_kernels_without_a_gpu_are_refused(given: Given, packages: Path) -> None:
     install_fla(packages, "0.6.0")
-    problem = r"fla 0\.6\.0 is installed, .* layers of model\.path \(qwen3_5_text\); these need a GPU"
+    problem = r"fla 0\.6\.0 is installed, .* layers of model\.path \(qwen3_5_text\); they need a GPU"
     with pytest.raises(ConfigError, match=problem):
         checked(given, model_type="qwen3_5", text_config={"model_type": "qwen3_5_text"})
 

@@ -152,13 +152,13 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "warning: GPUs": [
         (
             [OLD, CUDA13],
-            r"lists 2 .*driver \(550.54\) runs CUDA 12.4 .*a driver for CUDA 13.0, or a torch .* 12$",
+            r"lists 2 .*driver \(550.54\) supports CUDA 12.4 .*a driver for CUDA 13.0, or a torch .* 12$",
         ),
-        ([OLD, CUDA_NONE], "built without CUDA; install a torch that is built for CUDA 12"),
+        ([OLD, CUDA_NONE], "built without CUDA; install a torch built for CUDA 12"),
         ([OLD, CUDA12, invisible], "Error: .*CUDA_VISIBLE_DEVICES is '-1'"),
-        ([OLD, CUDA12], r"built for CUDA 12.8, and the driver \(550.54\) runs CUDA 12.4 .*'not set'"),
+        ([OLD, CUDA12], r"built for CUDA 12.8, and the driver \(550.54\) supports CUDA 12.4 .*'not set'"),
         ([OLD, CUDA12, OWN_TORCH], "built for CUDA 12.8"),
-        ([nvidia_smi("600.1", "12.9", "UMD Version"), CUDA13], r"driver \(600.1\) runs CUDA 12.9"),
+        ([nvidia_smi("600.1", "12.9", "UMD Version"), CUDA13], r"driver \(600.1\) supports CUDA 12.9"),
         (
             [nvidia_smi("", ""), CUDA12],
             r"built for CUDA 12.8 \([^)]*\); CUDA_VISIBLE_DEVICES",
@@ -194,7 +194,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         (python(""), r"has no sglang; install sglang==0\.5\.23 there"),
     ],
     "warning: SGLang": [
-        (sglang("0.6.0"), r"has sglang 0\.6\.0; tested is 0\.5\.23\. Each server is checked"),
+        (sglang("0.6.0"), r"has sglang 0\.6\.0; the tested version is 0\.5\.23\. Each server is checked"),
         ([ENOUGH, sglang(sgl_kernel="")], "slower.*flashinfer.*pip install sglang==0.5.23"),
         (python("kill -SEGV $$"), r"\(it was killed by SIGSEGV\)"),
         (python("echo no module >&2; exit 1"), r"\(no module\)"),
@@ -214,7 +214,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
         (
             [gpus(1), shared_memory(SMALL, 100 * MIB)],
-            "versions of the weights take 524.3 MB; .*directory=run",
+            "weight versions take 524.3 MB; .*directory=run",
         ),
         ([gpus(2), shared_memory(SMALL, MIB), RANKS], "free, and NCCL wants 1 GB; .*--ipc=host"),
         ([gpus(2), shared_memory(SMALL, 100 * MIB), RANKS], "524.3 MB, and NCCL wants 1 GB;.*directory=run"),
@@ -226,21 +226,21 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ([gpus(0), shared_memory(SMALL, MIB), RANKS], "67.1 MB"),  # ranks on a CPU
         (
             [gpus(8), shared_memory(64 << 30, 20 << 30), RANKS],
-            "68.7 GB free, and the versions .* take 107.4 GB",
+            "68.7 GB free, and the weight versions .*take 107.4 GB",
         ),
     ],
     "error: network": [
         ([*two("eth9"), RANKS], r"NCCL_SOCKET_IFNAME=eth9 .* \(eth0, ib0, eth1 \(down\)\); correct"),
         ([*two("=eth"), RANKS], "NCCL_SOCKET_IFNAME==eth "),
-        ([*two("eth1"), RANKS], "NCCL_SOCKET_IFNAME=eth1 matches none that is up"),
-        ([*two("^lo,eth,ib"), RANKS], "matches none that is up"),
+        ([*two("eth1"), RANKS], "NCCL_SOCKET_IFNAME=eth1 matches no interface that is up"),
+        ([*two("^lo,eth,ib"), RANKS], "matches no interface that is up"),
         ([*two("eth9"), TP], "NCCL_SOCKET_IFNAME=eth9"),
     ],
     "warning: network": [
         ([*two(), ATTACHED], "any of eth0, ib0, .*; export NCCL_SOCKET_IFNAME=NAME .*for the servers"),
-        ([*two("eth9"), RAY], "NCCL_SOCKET_IFNAME=eth9 matches none"),
-        ([*two("lo"), RAY], "only loopback is left .* see NCCL_SOCKET_IFNAME"),
-        ([*interfaces("", "-eth0"), RAY], r"only loopback .*\(eth0 \(down\)\)"),
+        ([*two("eth9"), RAY], "NCCL_SOCKET_IFNAME=eth9 matches no interface"),
+        ([*two("lo"), RAY], "only the loopback interface is left .* check NCCL_SOCKET_IFNAME"),
+        ([*interfaces("", "-eth0"), RAY], r"only the loopback interface .*\(eth0 \(down\)\)"),
     ],
     "ok: network": [
         (two("eth9"), r"eth0, ib0, eth1 \(down\)"),  # one rank
@@ -260,7 +260,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "warning: open files": [
         (
             [*FILES, {"rollout.workers": 300}],
-            ": 256, .* 903 connections to the coordinator have no room; raise the hard",
+            ": 256, .* 903 connections to the coordinator do not fit; raise the hard",
         )
     ],
     "ok: agent": [
@@ -272,21 +272,21 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "ok: estimate": [
         (
             {"rollout.agent": {"command": {"line": "cat"}}},
-            "agent: all of its requests are trained .* unless rollout.untrained_agents names them",
+            "agent: all requests are trained .* unless rollout.untrained_agents lists them",
         ),
     ],
     "warning: agent": [
         (
             claude("echo 1.0"),
-            f"rollout.agent.claude_code: version 1.0 was not tried; {CLAUDE_CODE.tested} was",
+            f"rollout.agent.claude_code: version 1.0 is untested; the tested version is {CLAUDE_CODE.tested}",
         ),
         (
             claude(f"echo {CLAUDE_CODE.tested}", sandbox="none"),
-            "can read and write all that you can, .* the network",
+            "can read and write everything that you can, .* the network",
         ),
         (
             [claude(f"echo {CLAUDE_CODE.tested}"), {"rollout.slots": 10**6}],
-            "1000000 slots .* take 314572.8 GB, 300 MB",
+            "1000000 slots .* need 314572.8 GB, 300 MB",
         ),
     ],
     "error: agent": [
@@ -295,7 +295,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             claude("echo no loader >&2; exit 1"),
             "in the sandbox: claude ended with code 1: no loader; give its path",
         ),
-        (claude("exec sleep 100", 0.2), "cannot be run in the sandbox: it has not answered in time"),
+        (claude("exec sleep 100", 0.2), "cannot be run in the sandbox: no answer in time"),
         (
             claude("exit 3", sandbox="none"),
             "here: claude ended with code 3: no .* its path as program$",
@@ -353,6 +353,6 @@ def test_a_machine_that_does_not_reach_itself_is_named() -> None:
     if said == "no namespaces here":
         pytest.skip(said)
     assert said == (
-        "launch.host: this machine does not reach itself at 127.0.0.1 (OSError: [Errno 101] Network is "
+        "launch.host: this machine cannot reach itself at 127.0.0.1 (OSError: [Errno 101] Network is "
         "unreachable); bring its loopback interface up: ip link set lo up"
     )

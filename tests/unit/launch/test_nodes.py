@@ -111,7 +111,8 @@ def test_a_pool_is_used_by_its_role_alone() -> None:
         (
             (2, 0),
             CUDA,
-            r"trainer-2 needs 1 GPU\(s\) of one machine, and there is left: 10.0.0.1 0 of 2, 10.0.0.2 0 of 0 "
+            r"trainer-2 needs 1 GPU\(s\) of one machine, "
+            r"but only these are left: 10.0.0.1 0 of 2, 10.0.0.2 0 of 0 "
             r"\(the run needs 4: trainer 3, rollout 1\); change trainer.ranks",
         ),
         (
@@ -142,7 +143,9 @@ def test_machines_that_cannot_have_all_are_refused(
 def test_what_a_pool_has_left_is_named() -> None:
     nodes = [*machines(4), Node("2", "10.0.0.2", 1, 1, frozenset(["big"]))]
     keys = ("launch.pools={rollout: big}", "launch.gpus={rollout: 1}", "rollout.workers=2")
-    said = r"rollout-1 needs 1 GPU\(s\) of one machine with 'big', and there is left: 10.0.0.2 0 of 1 \("
+    said = (
+        r"rollout-1 needs 1 GPU\(s\) of one machine with 'big', but only these are left: 10.0.0.2 0 of 1 \("
+    )
     with pytest.raises(ConfigError, match=said):
         placing(nodes, *keys)
 
@@ -182,12 +185,16 @@ def test_a_process_does_not_wait_for_what_ray_gave_to_another() -> None:
 @pytest.mark.parametrize(
     ("overrides", "dialled", "said"),
     [
-        ((), "127.0.0.1", r"launch.host: 127.0.0.1 is another machine .* set launch.host=10.0.0.1"),
+        (
+            (),
+            "127.0.0.1",
+            r"launch.host: 127.0.0.1 refers to a different machine .* set launch.host=10.0.0.1",
+        ),
         (("launch.host=0.0.0.0",), "127.0.0.1", r"launch.host: 127.0.0.1"),
         (
             (*REACHED, "trainer.ranks=2", "launch.gpus={trainer: 1}"),
             "10.0.0.1",
-            r"checkpoint.directory: trainer ranks are on several machines",
+            r"checkpoint.directory: trainer ranks run on several machines",
         ),
     ],
 )

@@ -172,14 +172,14 @@ def test_without_ranks_on_gpus_servers_and_engines_use_them_all(
         (1, 1, {"server_args": {"mem-fraction-static": 0.4}}, ""),
         (1, 1, {"name": "torch"}, ""),
         (0, 4, {"servers": 4}, ""),  # ranks on a CPU
-        (1, 4, {"servers": 4}, "trainer.ranks=4: each needs a GPU of its own, and torch sees 1"),
-        (1, 1, {}, "servers share GPUs 0 with others"),
-        (4, 4, {"servers": 4}, "servers share GPUs 0, 1, 2, 3 with others"),
+        (1, 4, {"servers": 4}, "trainer.ranks=4: each rank needs its own GPU, but torch sees 1"),
+        (1, 1, {}, "servers share GPUs 0 with other processes"),
+        (4, 4, {"servers": 4}, "servers share GPUs 0, 1, 2, 3 with other processes"),
         (
             3,
             1,
             {"servers": 3},
-            "share GPUs 2 with others, and each would take 0.85",
+            "share GPUs 2 with other processes, but each would take 0.85",
         ),
     ],
 )

@@ -72,9 +72,9 @@ def test_a_resumed_run_keeps_its_sources_and_their_weights(
     same = [{"path": str(given.folder / "t.jsonl"), "weight": 1}, {"path": "u.jsonl", "weight": 2}]
     resumed(same)
     for other in ([same[0], same[1] | {"weight": 3}], same[::-1], "t.jsonl", ["t.jsonl", "u.jsonl"]):
-        with pytest.raises(ConfigError, match=r"data.train: .* was begun with"):
+        with pytest.raises(ConfigError, match=r"data.train: .* was started with"):
             resumed(other)
-    with pytest.raises(ConfigError, match=r"data.order: .* was begun with ''"):
+    with pytest.raises(ConfigError, match=r"data.order: .* was started with ''"):
         resumed(same, order="a.py:f")
 
 
@@ -160,7 +160,7 @@ def test_a_sample_goes_through_each_tool_and_the_reward(given: Given) -> None:
     assert unknown == [nothing], "without a ground truth there is one answer"
     task = msgspec.structs.replace(sample, extra_info_json='{"task": {"name": "t", "image": "debian"}}')
     (judged,) = asyncio.run(preflight.try_sample(without, task))
-    assert judged == ok("the tests of tasks are tried by asyncrl tasks check"), "no answer is judged"
+    assert judged == ok("not tried here; asyncrl tasks check runs the tests of tasks"), "no answer is judged"
     call = '{"city":"1","days":1,"kind":"rain"}'
     assert weather == ok(f"weather({call}) replies 'rain in 1 for 1'")
     assert broken.level == "warning" and "OSError: no network" in broken.text
@@ -192,7 +192,7 @@ def test_a_reward_that_reads_the_object_of_tools_is_tried(given: Given) -> None:
     sample = Sample(0, "d", (Message("user", "?"),), "null", extra_info_json='{"secret": 7}')
     assert asyncio.run(preflight.try_sample(parts, sample)) == [
         ok("""guess({"number":1}) replies 'right'"""),
-        ok("no text as the answer scores 0.25"),
+        ok("empty text as the answer scores 0.25"),
     ]
     without_secret = msgspec.structs.replace(sample, extra_info_json="{}")
     guess, score = asyncio.run(preflight.try_sample(Inputs(given.config()).parts, without_secret))
@@ -227,7 +227,7 @@ def test_two_objects_that_both_leave_a_reward_are_warned_of(given: Given) -> Non
     sample = Sample(0, "d", (Message("user", "?"),), "null", extra_info_json='{"secret": 7}')
     notes = asyncio.run(preflight.try_sample(Inputs(given.config()).parts, sample))
     assert [note.text for note in notes if note.level == "warning"] == [
-        "the tools give no result for the reward: ToolError: two tools return 'reward' as their result; "
+        "the tools return no result for the reward: ToolError: two tools return 'reward' as their result; "
         "use one of them"
     ]
 

@@ -63,7 +63,7 @@ def test_without_its_config_yaml_a_run_goes_on_as_what_it_is(
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"episodes_per_group: .* begun with 8 and would go on with 4"):
+    with pytest.raises(ConfigError, match=r"episodes_per_group: .* started with 8 and would continue with 4"):
         check_resumed(run(buffer={"episodes_per_group": 4}))
     check_resumed(run(trainer={"lr": 0.5}))
     with prepare_and_lock(run(trainer={"lr": 0.5})):
@@ -125,7 +125,7 @@ def test_a_resume_finds_the_model_that_the_run_was_begun_with(
     if not named:
         check_resumed(run())
         return
-    with pytest.raises(ConfigError, match=rf"^model\.path: {model} is no longer what .*{named}"):
+    with pytest.raises(ConfigError, match=rf"^model\.path: {model} has changed since .*{named}"):
         check_resumed(run())
 
 
@@ -159,7 +159,7 @@ def test_an_option_added_to_a_key_that_must_stay_is_refused(
     more = {"train": "t"} if section == "data" else {}
     before, now = (run(**{section: {key: options, **more}}) for options in (old, new))
     monkeypatch.setattr(run_directories, "previous_config", lambda config: config_tree(before))
-    with pytest.raises(ConfigError, match=rf"^{section}\.{key}: .* was begun with"):
+    with pytest.raises(ConfigError, match=rf"^{section}\.{key}: .* was started with"):
         check_resumed(now)
 
 

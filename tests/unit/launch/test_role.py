@@ -65,7 +65,7 @@ def test_loggers_of_libraries_do_not_fill_the_log(
         records = [line.partition(" says ")[2] for line in lines if f" {name} says " in line]
         assert [int(record.split()[0]) for record in records] == [1, 2, 3, 4, 8, 16, 32, 64]
         assert records[2] == "3"
-        assert records[-1] == "64 (record 64 of this logger's level WARNING; others are left out)"
+        assert records[-1] == "64 (record 64 of level WARNING from this logger; the others are omitted)"
     assert sum("asyncrl.worker says" in line for line in lines) == 100
     logging.getLogger("asyncio").error("an error after many warnings")
     assert "an error after many warnings" in capsys.readouterr().err

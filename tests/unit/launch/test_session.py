@@ -67,6 +67,9 @@ class Play:
     def print_note(self, text: str) -> None:
         self.shown.append(("note", text))
 
+    def drop_steps_after(self, step: int) -> None:
+        """Drop nothing: no curve is drawn."""
+
     def on_step(self, report: StepReport) -> None:
         self.tracked.append(report.step)
         self._stepped.set()
@@ -227,10 +230,10 @@ def test_nohup_is_respected(play: Play) -> None:
     [
         (
             True,
-            "interrupted: stopping after the part of the plan under way, with a checkpoint (at most 600 s; ",
+            "interrupted: stopping after the current part of the plan, with a checkpoint (at most 600 s; ",
             "resume=auto",
         ),
-        (False, "interrupted: stopping (at most 600 s; ", "the same command goes on with the rest"),
+        (False, "interrupted: stopping (at most 600 s; ", "the same command continues with the rest"),
     ],
 )
 def test_a_stop_says_how_long_it_may_take_and_what_goes_on(
@@ -279,8 +282,8 @@ def test_a_role_that_hangs_is_replaced(tmp_path: Path) -> None:
         play.hear(Stop)  # here with a budget of no restarts
         play.processes["coordinator-0"].code = 1
 
-    assert "trainer-0 was killed by SIGKILL; its 0 restarts" in play.run(part).error
-    assert ("note", "no sign of life: replacing it") in play.shown
+    assert "trainer-0 was killed by SIGKILL; all 0 restarts" in play.run(part).error
+    assert ("note", "no sign of life: replacing the process") in play.shown
     play.hub.close()
 
 
@@ -313,7 +316,7 @@ def test_a_run_that_begins_behind_an_interrupt_was_not_asked_to_stop(play: Play)
 def test_a_coordinator_that_never_comes_is_named(tmp_path: Path) -> None:
     play = Play(tmp_path, start_timeout=0.01)
     ending = play.run(lambda: None)
-    assert ending.code == 1 and "no status of the coordinator after" in ending.error
+    assert ending.code == 1 and "no status from the coordinator after" in ending.error
     play.hub.close()
 
 

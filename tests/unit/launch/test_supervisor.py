@@ -73,7 +73,7 @@ def test_a_worker_is_restarted_after_its_back_off_as_a_new_peer(world: World) ->
     world.supervisor.poll_processes(0.6)
     assert is_older(dead.process_spec.incarnation, world.newest("rollout-0").process_spec.incarnation)
     assert not world.newest("trainer-0").killed
-    assert world.notes == ["rollout-0 was killed by SIGKILL; rollout-0 is restarted in 0.5 s (1 of 2)"]
+    assert world.notes == ["rollout-0 was killed by SIGKILL; restarting rollout-0 in 0.5 s (1 of 2)"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_ranks_that_will_try_with_less_memory_do_not_use_up_restarts(tmp_path: P
         assert world.supervisor.poll_processes(now) is None
         world.supervisor.poll_processes(now)
         assert world.newest("trainer-1").code is None
-    assert world.notes == ["trainer-1: out of memory: 512 tokens; trainer (all ranks) is restarted"] * 4
+    assert world.notes == ["trainer-1: out of memory: 512 tokens; restarting trainer (all ranks)"] * 4
 
 
 def test_a_crashed_coordinator_comes_back_under_its_name(world: World) -> None:
@@ -176,7 +176,7 @@ def test_time_alone_or_a_step_alone_is_no_new_budget(tmp_path: Path, steps: int,
     world.supervisor.run_step += steps
     world.newest("rollout-0").code = 70
     ending = world.supervisor.poll_processes(seconds)
-    assert ending is not None and "are spent" in ending.error
+    assert ending is not None and "are used up" in ending.error
 
 
 def test_a_role_that_ended_by_itself_is_quoted(world: World, tmp_path: Path) -> None:

@@ -101,18 +101,21 @@ def test_what_is_wrong_is_named_alone(name: str, last: dict[str, float], less: d
     [
         (
             "attempts fail", {FAILED + "reward_error": 37.0, "flow/issued": 3.0, "flow/trained": 3.0},
-            {"failed": "attempts failed: 37 reward_error; the newest: KeyError: 'answer' (mine.py:41)"},
-            "37 of 40, most with reward_error: KeyError: 'answer' (mine.py:41)",
+            {"failed": "attempts failed: 37 reward_error; latest: KeyError: 'answer' (mine.py:41)"},
+            "37 of 40, mostly reward_error: KeyError: 'answer' (mine.py:41)",
         ),
-        ("a process was lost", {"async/workers": 1.0}, {}, "1 of 2 workers are connected"),
+        ("a process was lost", {"async/workers": 1.0}, {}, "only 1 of 2 workers are connected"),
         (
             "a process was lost", {FAILED + "worker_lost": 12.0}, {"lost": "worker 1 in step 5 (silent)"},
-            "12 attempts were lost with a worker, and begun again, the newest: worker 1 in step 5 (silent)",
+            "12 attempts were lost with a worker and restarted, latest: worker 1 in step 5 (silent)",
         ),
-        ("account is not exact", {"flow/issued": 8.0, "flow/trained": 7.0}, {}, "8 episodes issued are not"),
+        (
+            "episode counts do not add up", {"flow/issued": 8.0, "flow/trained": 7.0}, {},
+            "8 episodes were issued",
+        ),
         (
             "no progress", {}, {"seconds": 400.0, "waits": ("trainer 0: trajectories of step 0",)},
-            "no episode has ended for 0:06:40: trainer 0: trajectories of step 0",
+            "no episode finished for 0:06:40: trainer 0: trajectories of step 0",
         ),
     ],
 )  # fmt: skip
@@ -152,9 +155,7 @@ def test_rows_of_an_agent_beside_the_main_one_are_an_alert(
     alert_lines = [alert.line for alert in find_alerts(run({"rollout/rows/mean": rows}), status(), keys)]
     assert len(alert_lines) == alerted
     for line in alert_lines:
-        assert line.startswith(
-            "rows beside the main one: 2.1 rows per episode, all trained with the episode's"
-        )
+        assert line.startswith("extra rows per episode: 2.1 rows per episode, all trained with the episode's")
         assert line.endswith("(now rollout.untrained_agents=[])")
 
 
@@ -168,10 +169,10 @@ def test_the_cause_has_an_advice_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("last", "said"),
     [
-        ({"timing_s/reward/mean": 7.0}, "by the reward function: it takes 7 s of an episode's 10 s, and"),
-        ({"timing_s/tools/mean": 6.0}, "by tools: it takes 6 s of"),
-        ({"timing_s/tools/mean": 1.0}, "by sampling: it takes 8 s of"),
-        ({"async/trainer_idle_frac": 0.01, "async/rollout_idle_frac": 0.7}, "by the trainer: it waits 1%"),
+        ({"timing_s/reward/mean": 7.0}, "the reward function (7 s of the 10 s of an episode; the"),
+        ({"timing_s/tools/mean": 6.0}, "tools (6 s of"),
+        ({"timing_s/tools/mean": 1.0}, "sampling (8 s of"),
+        ({"async/trainer_idle_frac": 0.01, "async/rollout_idle_frac": 0.7}, "the trainer (it waits 1%"),
         ({"async/trainer_idle_frac": 0.3, "timing_s/reward/mean": 7.0}, ""),
     ],
 )
@@ -183,7 +184,7 @@ def test_advice_names_what_limits_the_run(last: dict[str, float], said: str) -> 
 
 def test_advice_waits_until_nothing_is_wrong() -> None:
     slow = {"async/trainer_idle_frac": 0.9, "timing_s/reward/mean": 7.0}
-    assert [alert.name for alert in find_alerts(run(slow), status(), KEYS)] == ["limited"]
+    assert [alert.name for alert in find_alerts(run(slow), status(), KEYS)] == ["bottleneck"]
     assert not find_alerts(run(slow)[-4:], status(), KEYS), "a start is no measure"
     found_alerts = find_alerts(run(slow | {"actor/skipped_steps": 1.0}), status(), KEYS)
     assert [alert.name for alert in found_alerts] == ["skipped optimizer steps"]
@@ -191,7 +192,7 @@ def test_advice_waits_until_nothing_is_wrong() -> None:
 
 def test_a_run_that_stands_still_is_distinguished_from_one_that_validates() -> None:
     (found_alert,) = find_alerts(run({}), status(seconds=400.0), KEYS)
-    assert found_alert.name == "no progress" and found_alert.what == "no step for 0:06:20"
+    assert found_alert.name == "no progress" and found_alert.what == "no step finished for 0:06:20"
     assert not find_alerts(run({}), status(seconds=300.0), KEYS)
     assert not find_alerts(
         run({}), status(seconds=400.0, waits=("the validation of step 10: 3 of 8 …",)), KEYS
@@ -248,14 +249,15 @@ def test_since_when_a_run_is_solved() -> None:
         [{"training/step": 0.0, SUCCESS: 1.0}, {"training/step": 5.0, SUCCESS: 0.5}, *rows], {}, KEYS
     )
     assert (
-        found_alerts[0].what == "held-out success 98%, since step 10; 50% of the episodes teach nothing more"
+        found_alerts[0].what
+        == "held-out success 98%, solved since step 10; 50% of the episodes teach nothing new"
     )
 
 
 def test_scores_beyond_the_default_of_success_are_said() -> None:
     rows = [{"training/step": 0.0, SUCCESS: 0.5, "val-aux/score/max": 3.5}]
     (found_alert,) = find_alerts(rows, status(), KEYS)
-    assert found_alert.name == "success is set low" and found_alert.what.startswith("scores go up to 3.5")
+    assert found_alert.name == "success threshold is low" and found_alert.what.startswith("scores reach 3.5")
     assert not find_alerts(rows, status(), KEYS | {"validation.success": 3.0})
 
 
@@ -341,7 +343,9 @@ def test_before_the_first_validation_the_score_in_training_tells_that_a_young_ru
 
 def test_there_is_one_hint_at_a_time_and_none_on_the_speed_of_a_short_run() -> None:
     rows = run({"async/trainer_idle_frac": 0.9, "critic/zero_advantage_frac": 0.5})
-    assert [alert.name for alert in find_alerts(rows, status(), KEYS)] == ["limited"]
+    assert [alert.name for alert in find_alerts(rows, status(), KEYS)] == ["bottleneck"]
     short = KEYS | {"total_steps": 60}  # of a second each
     assert [alert.name for alert in find_alerts(rows, status(), short)] == ["little to learn"]
-    assert [alert.name for alert in find_alerts(rows, status(), KEYS | {"total_steps": 600})] == ["limited"]
+    assert [alert.name for alert in find_alerts(rows, status(), KEYS | {"total_steps": 600})] == [
+        "bottleneck"
+    ]

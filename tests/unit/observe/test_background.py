@@ -48,7 +48,7 @@ def test_a_call_that_hangs_is_waited_for_once_and_one_that_is_lost_not_at_all() 
     calls._call_started -= 1000  # it has hung for long
     with pytest.raises(TimeoutError, match="no answer within 500 s"):
         calls.ask(lambda: None, 500)
-    with pytest.raises(TimeoutError, match="earlier calls have no answer yet"):
+    with pytest.raises(TimeoutError, match="earlier calls are still waiting for an answer"):
         calls.ask(lambda: None, 2000)
     assert not calls.close(500)
     go.set()

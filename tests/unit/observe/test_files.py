@@ -65,7 +65,7 @@ def test_a_run_that_goes_on_keeps_its_first_day_and_its_id(tmp_path: Path) -> No
 START = "04:34:14.317 INFO asyncrl.launch: rollout-0 starts, pid 7, incarnation {}"
 WENT_ON = "04:34:20.000 INFO asyncrl.worker: worker 0 is served"
 REFUSED = "04:34:39.444 ERROR asyncrl.worker: worker 0 leaves: EngineError: no room"
-EXIT_HANDLER = "04:34:44.445 WARNING asyncrl.launch: a socket was left open: ends after 5 s"
+EXIT_HANDLER = "04:34:44.445 WARNING asyncrl.launch: a socket was left open; exiting after 5 s"
 CRASH = """04:34:39.444 ERROR asyncrl.launch: rollout-0 crashed
 Traceback (most recent call last):
   File "a.py", line 1, in run

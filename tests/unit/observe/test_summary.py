@@ -155,8 +155,8 @@ def test_the_numbers_of_the_promises_are_in_one_line() -> None:
         {"time_s": 5.0, "weights/probe_logprob_diff_max": 0.0},
     ]
     assert asynchrony_line(summarize(rows, FLOW, True)) == (
-        "asynchrony: lag at most 3, 69% of episodes span several versions, log-prob gap ≤ 2e-06, "
-        "weights gap ≤ 0, a push stops the trainer for 0.002 s"
+        "asynchrony: lag ≤ 3, 69% of episodes span several versions, log-prob gap ≤ 2e-06, "
+        "weights gap ≤ 0, a weight push stalls the trainer for 0.002 s"
     )
     line = asynchrony_line({"logprob_diff_max_same_version": 0.3})
     assert line.endswith("docs/guides/gpus.md)"), "bfloat16"
@@ -196,12 +196,12 @@ NOTHING = {"steps": 0}
          "Reward 0.2 → 0.4 after 3 of 9 steps; held-out success 30% before"),
         ({"steps": 3, "nll_first": 2.0, "nll_last": 1.5}, "completed", 3,
          "Loss per token 2 → 1.5 in 3 steps; no validation was run"),
-        ({"steps": 3}, "completed", 3, "No reward is known in 3 steps; no validation was run"),
+        ({"steps": 3}, "completed", 3, "No reward recorded in 3 steps; no validation was run"),
         ({"steps": 3, "success_after": 0.5}, "failed: KeyError", 9,
          "Failed: held-out success 50% after 3 of 9 steps"),
         (NOTHING | {"success_before": 0.3}, "", 9, "Held-out success 30% before training"),
         (NOTHING | {"success_before": 0.3}, "completed", 0, "Held-out success 30%"),
-        (NOTHING, "killed: its launcher is gone", 9, "Killed: no step is over"),
+        (NOTHING, "killed: its launcher is gone", 9, "Killed before the first step finished"),
     ],
 )  # fmt: skip
 def test_the_outcome_in_one_sentence(summary: dict[str, Any], ended: str, total: int, text: str) -> None:

@@ -110,7 +110,7 @@ def test_a_tracker_of_accelerate_that_hangs_at_its_start_is_refused_in_time(
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mlflow", lambda **_: hanging)
     monkeypatch.setitem(sys.modules, "mlflow", ModuleType("mlflow"))
     monkeypatch.setattr(trackers_module, "PATIENCE_SECONDS", 0.05)
-    says = r"tracker mlflow cannot be started: TimeoutError: no answer within 0.05 s; leave it out"
+    says = r"tracker mlflow cannot be started: TimeoutError: no answer within 0.05 s; remove it"
     with pytest.raises(ConfigError, match=says), opened("mlflow", tmp_path):
         pass
     answers.set()
@@ -357,7 +357,12 @@ def test_one_that_fails_is_left_out_and_the_others_go_on(
         trackers.log(step, {})
     trackers.close()
     assert sorted(steps) == [("bad", 1), ("good", 1), ("good", 2)] and sorted(closed) == ["bad", "good"]
-    assert caplog.text.count(f"tracker bad is left out from here on: {type(error).__name__}: {error}") == 1
+    assert (
+        caplog.text.count(
+            f"tracker bad failed and is disabled for the rest of this launch: {type(error).__name__}: {error}"
+        )
+        == 1
+    )
 
 
 def test_a_text_for_markdown_cannot_end_its_own_fence() -> None:
@@ -378,5 +383,5 @@ def test_one_that_does_not_answer_keeps_nobody(
     for step in range(5):
         trackers.log(step, {})
     trackers.close()
-    assert "not done after 0.01 s" in caplog.text
+    assert "not finished after 0.01 s" in caplog.text
     answers.set()

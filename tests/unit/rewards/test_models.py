@@ -135,7 +135,7 @@ async def test_a_scorer_of_the_run_scores_each_turn_and_may_be_lost(tmp_path: Pa
 
 
 def test_directories_are_looked_for_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="classifier: path: there is no directory"):
+    with pytest.raises(ConfigError, match="classifier: path: no such directory"):
         load_rewards({"classifier": {"path": f"{tmp_path}/x"}})
-    with pytest.raises(ConfigError, match="reward_model: tokenizer: there is no directory"):
+    with pytest.raises(ConfigError, match="reward_model: tokenizer: no such directory"):
         load_rewards({"reward_model": {"url": "http://x", "tokenizer": f"{tmp_path}/x"}})

@@ -56,7 +56,7 @@ def test_of_an_older_version_there_is_the_file(tmp_path: Path) -> None:
     assert launches_of(tmp_path) == [LaunchRecord(0, {"seed": 1})]
     for damaged in ("", "{", "\0"):
         (tmp_path / "config.yaml").write_text(damaged)
-        with pytest.raises(ConfigError, match=r"config\.yaml: not readable .* begin a new run with another"):
+        with pytest.raises(ConfigError, match=r"config\.yaml: not readable .* start a new run with another"):
             launches_of(tmp_path)
 
 

@@ -136,7 +136,7 @@ def test_a_run_of_another_minor_version_is_read_and_not_continued(
         error_text = str(refusal.value)
         assert f"written by asyncrl {writer} (schema" in error_text and "\n" not in error_text
         assert (
-            f'does not continue; pip install "asyncrl=={cure}", or begin a new run with name=' in error_text
+            f'does not continue; pip install "asyncrl=={cure}", or start a new run with name=' in error_text
         )
 
 

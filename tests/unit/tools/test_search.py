@@ -275,7 +275,7 @@ def test_what_is_no_corpus(tmp_path: Path, name: str, content: Any, complaint: s
 def test_options_are_checked(jsonl: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="k and max_chars must be at least 1"):
         search(corpus=str(jsonl), k=0, cache=str(tmp_path))
-    with pytest.raises(ConfigError, match="stopwords 'klingon'"):
+    with pytest.raises(ConfigError, match="stopwords: 'klingon'"):
         search(corpus=str(jsonl), stopwords="klingon", cache=str(tmp_path))
     with pytest.raises(ConfigError, match="set cache"):
         search(corpus=str(jsonl), cache=str(jsonl / "no-directory"))

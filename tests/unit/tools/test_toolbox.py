@@ -96,7 +96,7 @@ def test_samples_choose_their_tools() -> None:
     notes = tool(Notes)
     reply = play([notes, echo], sample(tools=["echo"]), call("notes", line="a"))[0]
     assert reply.error == "unknown tool 'notes'; there are: echo"
-    with pytest.raises(ToolError, match="unknown names: ekko; there are: echo"):
+    with pytest.raises(ToolError, match="unknown names: ekko; known: echo"):
         play([echo], sample(tools=["ekko"]))
 
 
@@ -439,7 +439,7 @@ def test_a_data_set_is_checked_before_the_run() -> None:
     unused = "sample 1: tools_kwargs for 'calc_gsm8k_reward', which is not in rollout.tools"
     assert check_sample_tools({"echo": echo}, data[:3]) == ([], [unused])
     assert check_sample_tools({"echo": echo}, data)[0] == [
-        "sample 3: extra_info.tools has unknown names: ekko; there are: echo",
+        "sample 3: extra_info.tools has unknown names: ekko; known: echo",
         "sample 5: extra_info, tools or tools_kwargs "
         "(ValidationError: Expected `array | null`, got `str` - at `$.tools`)",
     ]

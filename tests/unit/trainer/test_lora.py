@@ -255,7 +255,7 @@ def test_what_cannot_be_written_is_said(
     weights = step / "hf" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     assert cli.main(["merge", str(step), str(out)]) == 2
-    assert "hf/model.safetensors is not as written" in capsys.readouterr().err and not out.exists()
+    assert "hf/model.safetensors differs from its checksum" in capsys.readouterr().err and not out.exists()
     out.mkdir()
     assert cli.main(["merge", str(step), str(out)]) == 2
     assert "exists" in capsys.readouterr().err

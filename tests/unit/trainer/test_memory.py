@@ -60,7 +60,7 @@ def test_all_models_run_it_and_nothing_is_left(
     with caplog.at_level(logging.INFO):
         try_largest(learner)
     assert sizes == [3, 3, 0, 60, 60, 0], "servers join, and beats go out, after each"
-    assert "3 rows of 20 tokens, was tried in" in caplog.text
+    assert "3 rows of 20 tokens, in" in caplog.text
     assert all(p.grad is None for m in (learner.policy, learner.critic) for p in m.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in full_state(learner.policy).items())
 

@@ -384,7 +384,7 @@ UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
     "a rope that grows": (
         "Llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        "rows one by one",
+        "single rows",
     ),
     "another kind of state": (
         "RecurrentGemma",
@@ -415,7 +415,7 @@ def test_a_model_that_cannot_be_packed_is_padded_with_a_warning(
             "Qwen3Next",
             LINEAR_ATTENTION,
             2,
-            "ranks cannot share a row of those: layers.0.linear_attn",
+            "ranks cannot share their rows: layers.0.linear_attn",
         ),
     ],
 )
@@ -480,7 +480,7 @@ def test_gradients_that_differ_are_found(
     before = full_state(policy)
     with caplog.at_level(logging.WARNING):
         assert packing_for([policy], "packed", "float32", world) == "padded"
-    assert "that differ from those of rows one by one" in caplog.text
+    assert "that differ from those of single rows" in caplog.text
     assert copied == ("not checked on a small copy" not in caplog.text)
     assert all(parameter.grad is None for parameter in policy.parameters())
     assert all(torch.equal(before[name], tensor) for name, tensor in full_state(policy).items())

@@ -34,9 +34,11 @@ def test_what_cannot_be_repeated_is_said_with_what_can(tmp_path: Path, keep_byte
         if keep_bytes:
             assert start_step(reader, place, 1) == start_step(reader, place, last) == 0
         else:
-            with pytest.raises(ConfigError, match="step 1 cannot be replayed: it needs a checkpoint before"):
+            with pytest.raises(
+                ConfigError, match="step 1 cannot be replayed: a replay needs an earlier checkpoint"
+            ):
                 start_step(reader, place, 1)
-        said = f"no such step was committed; these can: {can.format(last)} "
+        said = f"no such step was committed; replayable steps: {can.format(last)} "
         for step in (0, last + 1):
             with pytest.raises(ConfigError, match=f"step {step} cannot be replayed: {said}"):
                 start_step(reader, place, step)

@@ -110,8 +110,8 @@ def test_a_wait_for_other_ranks_has_a_name_and_a_limit(tmp_path: Path, kind: str
         waits = ranks._Meeting(rank, 3, rendezvous, limit=0.1).waits()
         # A rank that cannot reach rank 0's store knows of no other.
         missing = "0" if kind == "tcp" and rank else {0: "1, 2", 1: "0, 2"}[rank]
-        assert next(waits) == f"trainer ranks meet: of 3, not there yet: {missing}"
-        late = rf"^waited 0.1 s at .*{missing}; logs/trainer-{missing[0]}.log"
+        assert next(waits) == f"trainer ranks {missing} of 3 to join"
+        late = rf"^waited 0.1 s at .*{missing} of 3 to join; see logs/trainer-{missing[0]}.log"
         with pytest.raises(DeadlineError, match=late):
             for _ in waits:
                 pass
@@ -248,7 +248,7 @@ def test_values_of_all_ranks_come_in_rank_order_in_parts(tmp_path: Path) -> None
     assert found["lengths"] == ["", "abcdefghi", "abcdefghiabcdefghi"]
     assert found["bytes"] == [bytes(range(100 * rank)) for rank in range(3)]
     assert found["tallies"] == [tally(rank) for rank in range(3)]
-    assert "a trainer rank sent what is no <class 'int'>" in found["kind"]
+    assert "a trainer rank sent something other than <class 'int'>" in found["kind"]
     assert "[1, 5, 9] bytes, at most 8 each" in found["bound"]
     assert found["after"] == [0, 1, 2]
     assert found["tokens"] == 13 and found["gap"] < 1e-14

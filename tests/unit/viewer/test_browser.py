@@ -131,14 +131,14 @@ async def looked_at(tab: Tab) -> None:
     its group, a comparison, lanes. All texts and signs stand out."""
     await tab.until('document.querySelector("#overview h1")')
     overview_text = await tab.run('document.getElementById("overview").textContent')
-    assert "No reward is known in 12 steps" in overview_text and "data.trainx" in overview_text
+    assert "No reward recorded in 12 steps" in overview_text and "data.trainx" in overview_text
     assert await tab.run('document.querySelector("[data-alert]").dataset.alert') == "skipped optimizer steps"
     assert "trainer.lr, now 1e-06" in overview_text
     assert await pale(tab) == [] and await too_wide(tab) == []
     await tab.press("3")
     await tab.until('document.querySelectorAll("#charts canvas").length >= 2')
     keys = await tab.run("document.querySelector(\"[data-title='Tokens per second']\").textContent")
-    assert "tokens sampled/s" in keys and "trained/s, with" in keys and ": same as a" in keys
+    assert "tokens sampled/s" in keys and "tokens/s of a rank" in keys and ": same as a" in keys
     await tab.until(
         'document.querySelector(".happening").getAttribute("aria-label").includes("skipped optimizer")'
     )

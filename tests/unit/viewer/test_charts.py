@@ -18,7 +18,7 @@ STEPS = 24
 REWARD = "Reward, before shaping"
 LOSS = "Policy loss"
 NORM = "Gradient norm"
-HELD_OUT = "Success, held out"
+HELD_OUT = "Held-out success"
 # Of a chart the pixels in the colour of the first run: how many are of a line, of raw values behind it and of
 # a band, and how far from the top the line is in the middle, as a share.
 PAINT = """
@@ -116,7 +116,7 @@ async def a_click_on_a_step_shows_its_episodes(tab: Tab) -> None:
 
 
 async def a_mark_says_what_happened_and_lets_a_click_through(tab: Tab) -> None:
-    await tab.run('location.hash = "tab=charts&panels=held out"')
+    await tab.run('location.hash = "tab=charts&panels=held-out"')
     await tab.until(f"""document.querySelector('[data-title="{HELD_OUT}"] .happening')""")
     left, top, wide, high = await tab.run(PLOT.replace("{title}", HELD_OUT))
     mark = (left + 11 / 23 * wide, top + high - 3)  # of the validation at step 12

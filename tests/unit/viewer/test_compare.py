@@ -57,8 +57,8 @@ def test_what_is_not_alike_is_said(tmp_path: Path) -> None:
     second_run.validate(0, [planted.right(row) for row in range(3)])
     comparison = compare([first_run.save(), second_run.save()], [None, None])
     assert comparison["warnings"] == [
-        "Not judged alike: the configurations differ in rollout.reward, validation.success",
-        "1 questions are not the same in both, and left out",
+        "Scores are not comparable: configurations differ in rollout.reward, validation.success",
+        "1 questions are not the same in both and are left out",
     ]
     assert comparison["modes"][0]["questions"] == 3
 
@@ -88,7 +88,7 @@ def test_an_episode_that_failed_has_the_lowest_score(tmp_path: Path) -> None:
     comparison = compare([run, run], [None, None])
     assert comparison["modes"][0]["means"] == [0.75, 0.5]
     assert comparison["warnings"] == [
-        "1 episodes of step 12 failed, or were not over in time: they count as wrong"
+        "1 episodes of step 12 failed or did not finish in time, and count as wrong"
     ]
 
 

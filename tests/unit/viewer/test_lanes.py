@@ -198,7 +198,7 @@ def test_what_began_again_is_marked_and_pauses_between_launches_are_left_out(tmp
         timeline.close()
 
     window = LaneReader(tmp_path).window()
-    assert window["marks"] == [(100.0, "worker 0 began again"), (450.0, "launched again, 24:52:30 later")]
+    assert window["marks"] == [(100.0, "worker 0 restarted"), (450.0, "relaunched 24:52:30 later")]
     ((_, row),) = rows_of(window).items()
     assert [span[:2] for span in row["spans"]] == [(0, 400), (400, 450), (460, 500)]
     assert window["steps"] == [(1, 450.0), (2, 500.0)]

@@ -69,24 +69,24 @@ def test_who_waits_for_whom_and_where_the_time_went(tmp_path: Path) -> None:
     def parts(role: dict[str, Any]) -> dict[str, float]:
         return {part_name: round(share, 3) for part_name, share in role["parts"].items()}
 
-    assert parts(roles["workers"]) == {"sampling": 0.1, "tools": 0.2, "the reward function": 0.7}
+    assert parts(roles["workers"]) == {"sampling": 0.1, "tools": 0.2, "reward function": 0.7}
     assert parts(roles["engines"]) == {"sampling": 0.9, "wait": 0.1}
     assert parts(roles["trainer"]) == {"wait for data": 0.75}
     over = {role["role"]: role for role in overview(run_dir, "completed")["waits"]}
-    assert parts(over["workers"])["the reward function"] == 0.4 and not over["workers"]["now"]
+    assert parts(over["workers"])["reward function"] == 0.4 and not over["workers"]["now"]
 
 
 def test_a_run_of_a_moment_says_what_is_known(tmp_path: Path) -> None:
     empty = overview(save(tmp_path / "a", []), "")
-    assert empty["outcome"] == "It starts: its coordinator has not reported yet" and empty["alerts"] == []
+    assert empty["outcome"] == "Starting: the coordinator has not reported yet" and empty["alerts"] == []
     started = overview(save(tmp_path / "b", [], gauges={BATCH: 0.12}, waits=WAITS[:1]), "")
-    assert started["outcome"] == "No step is over; 12% of the first batch is there"
+    assert started["outcome"] == "No step has finished; 12% of the first batch is ready"
     (trainer,) = started["waits"]
     assert (trainer["parts"], trainer["now"]) == ({}, ["trajectories of step 3 (5 s)"])
     first_step = overview(save(tmp_path / "c", run({})[:1], step=1), "")
     assert first_step["outcome"] == "Reward 0.4 after 1 of 20 steps; no validation was run"
     killed = overview(save(tmp_path / "d", []), "killed: its launcher is gone")
-    assert killed["outcome"] == "Killed: no step is over"
+    assert killed["outcome"] == "Killed before the first step finished"
 
 
 def test_intervals_are_over_questions_however_often_each_is_asked(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_long_curve_is_thinned_to_means(tmp_path: Path) -> None:
     [
         (0.97, "completed", "Held-out success 97%"),
         (0.25, "", "Held-out success 25%"),
-        (None, "", "It evaluates: no result is there yet"),
+        (None, "", "Evaluating: no results yet"),
         (None, "completed", "Evaluated without a reward"),
         (None, "killed: its launcher is gone", "Killed: nothing was evaluated"),
     ],
@@ -148,7 +148,7 @@ def test_the_last_steps_of_a_long_run_are_looked_at_whatever_follows_them(tmp_pa
     rows = [HEALTHY | {"training/step": float(at)} for at in range(1, 2001)]
     rows[-WINDOW_STEPS] |= {"actor/skipped_steps": 3.0}
     answer = overview(save(tmp_path / "a", [*rows, {"training/step": 2000.0}]), "completed")
-    assert [alert.what for alert in answer["alerts"]] == ["3 of the last 10 were skipped"]
+    assert [alert.what for alert in answer["alerts"]] == ["3 of the last 10 steps were skipped"]
 
 
 def test_of_a_run_that_validates_at_each_step_as_many_steps_are_read(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_of_a_run_that_validates_at_each_step_as_many_steps_are_read(tmp_path: P
 
 @needs_chromium
 def test_the_tab_shows_what_is_wrong_and_links_to_the_evidence(tmp_path: Path) -> None:
-    failed_text = "attempts failed: 37 reward_error; the newest: KeyError: '<b>' (mine.py:41)"
+    failed_text = "attempts failed: 37 reward_error; latest: KeyError: '<b>' (mine.py:41)"
     failing = save(tmp_path / "failing", [], gauges={FAILED + "reward_error": 37.0}, failed=failed_text)
     solved = save(
         tmp_path / "solved", [{"training/step": 0.0, "val-core/all/sampled/success": 0.27}, *run({}, 0.98)],
@@ -187,17 +187,17 @@ def test_the_tab_shows_what_is_wrong_and_links_to_the_evidence(tmp_path: Path) -
             async with browser(tmp_path / "profile") as tab:
                 await tab.open(server.url)
                 text = await shown(tab, 0, "failing")
-                assert "No step is over" in text and "KeyError: '<b>' (mine.py:41)" in text
-                assert "rollout.reward, now final_number" in text and "Nothing is held out" in text
+                assert "No step has finished" in text and "KeyError: '<b>' (mine.py:41)" in text
+                assert "rollout.reward, now final_number" in text and "No held-out data" in text
                 await tab.run('document.querySelector("[data-alert] a").click()')
                 await tab.until('location.hash.includes("tab=episodes") && location.hash.includes("failed")')
                 text = await shown(tab, 1, "solved")
                 assert "Held-out success 27% → 98% in 20 steps" in text and "since step 10" in text
-                assert "resumed with other keys, from step 5: trainer.lr: 0.5 → 0.25" in text
+                assert "resumed with changed keys at step 5: trainer.lr: 0.5 → 0.25" in text
                 assert await tab.run('document.querySelector("[data-alert]").className') == "alert good"
                 text = await shown(tab, 2, "limited")
-                assert "by the reward function: it takes 7 s of an episode's 10 s" in text
-                assert "the reward function 70%" in text and "now: the reward function (12 s" in text
+                assert "the reward function (7 s of the 10 s of an episode" in text
+                assert "reward function 70%" in text and "now: the reward function (12 s" in text
                 href = "document.querySelector('a.box[href*=\"filtered\"]').href"
                 assert "tab=episodes" in await tab.run(href)
                 await tab.run("window.kept = document.querySelector('.outcome-line')")

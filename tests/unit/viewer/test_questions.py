@@ -49,13 +49,13 @@ QUESTIONS = (
         "what do the episodes have in common that earn nothing?",
         [planted.broken_tool],
         ["Episodes", "search 24"],
-        ["24 episodes", "score 0 24 tool that failed search 24", "connection refused"],
+        ["24 episodes", "score 0 24 first failed tool search 24", "connection refused"],
     ),
     Question(
         "what limits this run?",
         [planted.slow_reward],
         [],
-        ["limited: by the reward function: it takes 12 s of an episode's 15 s", "the reward function 80%"],
+        ["bottleneck: the reward function (12 s of the 15 s of an episode", "reward function 80%"],
     ),
     Question(
         "which tokens are masked, and why?",
@@ -84,7 +84,7 @@ QUESTIONS = (
         "what has changed since it was resumed?",
         [planted.resumed],
         [],
-        ["resumed with other keys, from step 7", "trainer.lr: 1e-06 → 1e-05"],
+        ["resumed with changed keys at step 7", "trainer.lr: 1e-06 → 1e-05"],
     ),
     Question(
         "which question does it answer no longer?",
@@ -108,15 +108,15 @@ QUESTIONS = (
         [planted.crashed],
         [],
         [
-            "a process was lost: 3 attempts were lost with a worker, and begun again, "
-            "the newest: worker 1 in step 5 (replaced by a new process): MemoryError"
+            "a process was lost: 3 attempts were lost with a worker and restarted, "
+            "latest: worker 1 in step 5 (replaced by a new process): MemoryError"
         ],
     ),
     Question(
         "when was it lost?",
         [planted.crashed],
-        ["see what each process did →"],
-        ["1:40 worker 1 began again"],
+        ["see the timeline →"],
+        ["1:40 worker 1 restarted"],
     ),
 )
 

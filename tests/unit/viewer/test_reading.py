@@ -90,7 +90,7 @@ async def found(tab: Tab) -> None:
     await click(tab, "#sort-score")
     await tab.until('document.querySelector("#list th[aria-sort]").ariaSort === "ascending"')
     await tab.run('search.value = "exit status NOTES.txt title"; search.dispatchEvent(new Event("input"))')
-    await tab.until('document.getElementById("list").textContent === "No episode fits."')
+    await tab.until('document.getElementById("list").textContent === "No episode matches."')
     await tab.run('search.value = "search Result"; search.dispatchEvent(new Event("input"))')
     await shows(tab, "1.0")
     assert "transcripts of 4 of 4" in await tab.run('document.getElementById("searched").textContent')
@@ -140,7 +140,7 @@ async def read(tab: Tab) -> None:
     await tab.until('document.querySelector("article")?.dataset.uid === "0.0"')
     text = 'document.querySelector("article").textContent'
     summaries = '[...document.querySelectorAll("article summary")].map(one => one.textContent).join("|")'
-    assert "12 before: user example 0" in await tab.run(summaries)
+    assert "12 earlier: user example 0" in await tab.run(summaries)
     assert "thinking" in await tab.run(summaries) and "First I look" not in await tab.run(text)
     assert "no such file" in await tab.run(text), "what failed is open"
     await tab.run('document.querySelectorAll("article summary").forEach(one => one.click())')
@@ -153,7 +153,7 @@ async def read(tab: Tab) -> None:
         "logprobs": "-2.5: 8%",
         "ratios": "no π/μ",
         "masked": "too old",
-        "advantages": "did better than its group",
+        "advantages": "better the episode did than its group",
     }.items():
         await click(tab, f"#colour-{colour}")
         await tab.until(f'document.querySelector(".colours").textContent.includes("{legend}")')
@@ -197,11 +197,11 @@ async def an_agents(tab: Tab) -> None:
     await tab.until('document.querySelectorAll(".contents button").length === 40')
     aside = '[...document.querySelectorAll(".aside > details > summary")].map(one => one.textContent)'
     search, title = await tab.run(aside)
-    assert "Find where parse is called (3 turns, from turn 21 on)" in search and "A title for" in title
+    assert "Find where parse is called (3 turns, from turn 21 onward)" in search and "A title for" in title
     rows = '[...document.querySelectorAll(".contents button")].slice(19, 21).map(one => one.textContent)'
     assert await tab.run(rows) == ["20 Now step 19.", "21 ↳ I search."]
     heads = '[...document.querySelectorAll(".row-head")].map(one => one.textContent)'
-    assert "goes on after turn 1 of conversation 1" in (await tab.run(heads))[1]
+    assert "continues after turn 1 of conversation 1" in (await tab.run(heads))[1]
     assert await tab.run('!document.querySelector(".aside > details[open]")')
     await click(tab, ".contents button:last-child")
     await tab.until('document.getElementById("turn-1.0-39").textContent.includes("Test fix")')

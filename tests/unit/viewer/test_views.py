@@ -179,7 +179,7 @@ def test_before_any_step_the_page_has_the_score_and_why_nothing_is_learned(tmp_p
 
 def test_one_that_has_not_landed_or_has_lost_its_turns_says_so(views: Views) -> None:
     running, dropped = (views.answer("episode", {"uid": uid}) for uid in ("2.0", "3.0"))
-    assert running["turns"] == [] and running["no_advantage"] == "it is not over"
+    assert running["turns"] == [] and running["no_advantage"] == "the episode has not finished"
     assert dropped["turns"] == [] and "store.keep_bytes" in dropped["missing"]
 
 
@@ -226,7 +226,7 @@ def test_a_held_out_episode_is_read_token_by_token(tmp_path: Path) -> None:
     transcript = views.answer("episode", {"uid": uid})
     assert transcript["step"] == 4 and transcript["listed"]["question"] == "3?"
     assert (
-        transcript["turns"][0]["texts"] and transcript["no_advantage"] == "it is held out: it is not trained"
+        transcript["turns"][0]["texts"] and transcript["no_advantage"] == "held-out episodes are not trained"
     )
     (listed,) = views.answer("episodes", {"where": '[["kind","=","held out"]]'})["episodes"]
     assert (listed["step"], listed["lag"], listed["group"], listed["question"]) == (4, None, None, "3?")

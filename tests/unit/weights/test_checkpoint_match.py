@@ -122,7 +122,7 @@ def test_numbers_that_are_not_finite_are_named(world: World, copied: Path, numbe
         lambda: load_policy(ModelConfig(path=str(copied), dtype="float32"), world),
         lambda: build(str(copied), "float32", slots=1, max_len=8),
     ):
-        with pytest.raises(ConfigError, match=rf"model.path.*: {name} holds NaN or infinity"):
+        with pytest.raises(ConfigError, match=rf"model.path.*: {name} contains NaN or infinity"):
             read()
 
 
@@ -155,6 +155,6 @@ def test_a_composite_model_without_one_of_its_parts_is_refused(tmp_path: Path, p
     model = build_family("gemma3", tmp_path)
     names = load_file(model / "model.safetensors")
     change_tensors(model, **{name: None for name in names if name.startswith(part)})
-    message = rf"^model\.path: its files lack \d+ tensors \(.*{part}.*\) of Gemma3ForConditional.* anew$"
+    message = rf"^model\.path: its files lack \d+ tensors \(.*{part}.*\) of Gemma3ForConditional.* again$"
     with pytest.raises(ConfigError, match=message):
         check_checkpoint(str(model), "model.path")

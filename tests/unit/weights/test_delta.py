@@ -224,7 +224,7 @@ def test_a_base_of_other_bytes_is_refused(training: Training, tmp_path: Path):
     training.publish(2)
     other = {name: tensor + 1 for name, tensor in training.history[0, 0].items()}
     fake_weights.publish(other, training.directory, PolicyVersion(0, 0))
-    with pytest.raises(WeightsError, match="is not the version it builds upon"):
+    with pytest.raises(WeightsError, match="is not the version that it builds upon"):
         materialise(training.ref(1), tmp_path / "cache")
 
 
@@ -232,5 +232,5 @@ def test_a_delta_cut_off_is_refused(training: Training):
     ref = training.publish(2)
     path = Path(ref.path) / disk.DELTA
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(WeightsError, match=r"no usable delta\.bin \(it is cut off\)"):
+    with pytest.raises(WeightsError, match=r"no usable delta\.bin \(it is truncated\)"):
         disk.read_tensors(ref)

@@ -36,5 +36,5 @@ def test_a_broadcast_is_over_when_the_device_has_sent_it(
         group._await_sent(event)
         assert clock.polls == polls + 1
     else:
-        with pytest.raises(DeadlineError, match="group servers: a broadcast took over 1 s"):
+        with pytest.raises(DeadlineError, match="group servers: a broadcast took longer than 1 s"):
             group._await_sent(event)

@@ -51,6 +51,6 @@ def test_training_waits_with_an_idle_device_until_the_pause_is_over() -> None:
 
 def test_training_that_comes_to_no_pause_is_waited_for_another_time() -> None:
     pause = TrainingPause(torch.device("cpu"))
-    with pytest.raises(Postponed, match=r"no pause within 0\.01 s"), pause.entered(0.01):
+    with pytest.raises(Postponed, match=r"did not pause within 0\.01 s"), pause.entered(0.01):
         raise AssertionError("training has not paused")
     pause.allow_pause()  # and it does not wait for who has given up

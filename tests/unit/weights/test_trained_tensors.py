@@ -166,7 +166,7 @@ def test_adapters_for_servers_leave_out_what_these_do_not_take(qwen3_5: Path) ->
 
     adapted, left_out, _ = describe_coverage(config).split("; ")
     assert "in_proj" not in adapted and "1 x self_attn.q_proj (" in adapted
-    assert left_out.startswith("left out, as servers have no adapters of these layers: ")
+    assert left_out.startswith("left out, because servers have no adapters of these layers: ")
     assert all(f"x linear_attn.{kind} (" in left_out for kind in GATED_DELTA_KINDS)
 
     merged = resolved(qwen3_5, engine={"name": "sglang"})
@@ -177,7 +177,7 @@ def test_adapters_of_a_model_with_experts_are_of_its_attention(qwen3_5_moe: Path
     """Servers would take adapters of a shared expert for those of experts."""
     config = resolved(qwen3_5_moe, **SERVED)
     assert config.model.lora_modules == ["k_proj", "o_proj", "q_proj", "v_proj"]
-    assert "left out, as servers would mistake the adapters for those of experts: " in describe_coverage(
+    assert "left out, because servers would take the adapters for those of experts: " in describe_coverage(
         config
     )
     assert {"gate_proj", "shared_expert_gate"} <= {*resolved(qwen3_5_moe).model.lora_modules}
@@ -187,7 +187,7 @@ def test_modules_can_be_chosen(qwen3_5: Path) -> None:
     config = resolved(qwen3_5, lora_modules=["q_proj", "in_proj_qkv"])
     adapters = Adapters(skeleton(qwen3_5), config.adapters, config.model.lora_modules)
     assert {layer.rpartition(".")[2] for layer in adapters.specs[""].layers} == {"q_proj", "in_proj_qkv"}
-    assert "left out, as model.lora_modules lacks them: " in describe_coverage(config)
+    assert "left out, because model.lora_modules lacks them: " in describe_coverage(config)
 
 
 @pytest.mark.parametrize(
