@@ -226,7 +226,7 @@ def test_the_help_has_the_unit_and_default_of_each_bound(capsys: pytest.CaptureF
         main(["image", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "--mib N import: fail above N MiB of files in all layers (default: 16384)" in shown
-    assert "--seconds N import: fail above N seconds of unpacking (default: 1800)" in shown
+    assert "--seconds N import: fail above N seconds for unpacking (default: 1800)" in shown
 
 
 def test_more_than_the_bound(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
