@@ -25,15 +25,15 @@ TASK_FILE = "task.toml"
 NO_NETWORK = 'there is no network; if the task needs none, write network_mode = "no-network"'
 OWN_IMAGE = "tests run in the task's own image, with its workspace"
 REFUSED_FIELDS = {
-    "steps": "there is one instruction and one verdict; make a task of each step",
+    "steps": "a task has a single instruction and verdict; make each step a task",
     **{f"{part}.network_mode": NO_NETWORK for part in ("environment", "agent", "verifier")},
     **{f"{part}.allowed_hosts": NO_NETWORK for part in ("environment", "agent", "verifier")},
     "environment.allow_internet": NO_NETWORK,
-    "environment.os": "images are of Linux",
+    "environment.os": "only Linux images are supported",
     "environment.gpus": "sandboxes have no GPU",
     "environment.tpu": "sandboxes have no TPU",
-    "environment.mcp_servers": "no server is started for a task; name it in rollout.tools",
-    "environment.healthcheck": "no service of the image is started",
+    "environment.mcp_servers": "tasks cannot start servers; name the server in rollout.tools",
+    "environment.healthcheck": "services of the image are not started",
     **{f"verifier.{name}": OWN_IMAGE for name in ("environment_mode", "environment", "collect")},
 }
 """Fields of task.toml that change what a task is, and why they are refused."""
@@ -60,47 +60,62 @@ Variables = dict[str, str]
 
 
 class _Package(msgspec.Struct, frozen=True):
-    name: Annotated[str, _honoured_field("what the task is called; its folder's name otherwise")] = ""
+    name: Annotated[str, _honoured_field("the task's name; default: the folder's name")] = ""
 
 
 class _Metadata(msgspec.Struct, frozen=True):
     workspace: Annotated[
-        list[str], _honoured_field("not Harbor's: directories that are judged, else `workdir`")
+        list[str], _honoured_field("asyncrl only: the directories that are judged; default: `workdir`")
     ] = []
     protected: Annotated[
-        list[str], _honoured_field("not Harbor's: files that tests find as the image has them")
+        list[str], _honoured_field("asyncrl only: files that tests always read from the image")
     ] = []
 
 
 class _Environment(msgspec.Struct, frozen=True):
     docker_image: Annotated[
-        str, _honoured_field("an imported image; without it, that of the folder's name")
+        str, _honoured_field("an imported image; default: the image with the folder's name")
     ] = ""
-    workdir: Annotated[str, _honoured_field("where programs start; the image's directory otherwise")] = ""
-    env: Annotated[Variables, _honoured_field("variables of the agent and the tests; `${…}` is refused")] = {}
-    memory_mb: Annotated[int, _honoured_field("MiB of memory of a sandbox", ge=1)] | None = None
-    storage_mb: Annotated[int, _honoured_field("most MiB of files that are written in it", ge=1)] | None = (
-        None
-    )
-    memory: Annotated[str, _honoured_field("the same as text, `2G`", **SIZE_BOUNDS)] | None = None
-    storage: Annotated[str, _honoured_field("the same as text, `10G`", **SIZE_BOUNDS)] | None = None
+    workdir: Annotated[str, _honoured_field("working directory of programs; default: the image's")] = ""
+    env: Annotated[
+        Variables, _honoured_field("environment variables of agent and tests; `${…}` is refused")
+    ] = {}
+    memory_mb: Annotated[int, _honoured_field("memory limit of a sandbox in MiB", ge=1)] | None = None
+    storage_mb: (
+        Annotated[int, _honoured_field("limit of the files written in a sandbox, in MiB", ge=1)] | None
+    ) = None
+    memory: (
+        Annotated[str, _honoured_field("the memory limit as text, such as `2G`", **SIZE_BOUNDS)] | None
+    ) = None
+    storage: (
+        Annotated[str, _honoured_field("the limit of written files as text, such as `10G`", **SIZE_BOUNDS)]
+        | None
+    ) = None
 
 
 class _Agent(msgspec.Struct, frozen=True):
-    timeout_sec: Annotated[float, _honoured_field("seconds of the agent", **TIME_BOUNDS)] | None = None
+    timeout_sec: (
+        Annotated[float, _honoured_field("time limit of the agent in seconds", **TIME_BOUNDS)] | None
+    ) = None
     user: (
-        Annotated[str | int, _honoured_field("`root` or 0: root of the sandbox; any other: its one user")]
+        Annotated[
+            str | int, _honoured_field("`root` or 0: root of the sandbox; other values: its ordinary user")
+        ]
         | None
     ) = None
 
 
 class _Verifier(msgspec.Struct, frozen=True):
-    timeout_sec: Annotated[float, _honoured_field("seconds of the tests", **TIME_BOUNDS)] = 600.0
-    env: Annotated[Variables, _honoured_field("more variables of the tests")] = {}
+    timeout_sec: Annotated[float, _honoured_field("time limit of the tests in seconds", **TIME_BOUNDS)] = (
+        600.0
+    )
+    env: Annotated[Variables, _honoured_field("additional variables of the tests")] = {}
 
 
 class _Solution(msgspec.Struct, frozen=True):
-    env: Annotated[Variables, _honoured_field("more variables of solution/solve.sh in `tasks check`")] = {}
+    env: Annotated[
+        Variables, _honoured_field("additional variables of solution/solve.sh in `tasks check`")
+    ] = {}
 
 
 class HonouredFields(msgspec.Struct, frozen=True):
