@@ -325,8 +325,8 @@ def table() -> str:
         if name not in done and name.partition(".")[0] in DESCRIPTIVE_SECTIONS
     ]
     other_names = [name for name in HARBORS.split() if name not in done and name not in people]
-    rows.append((", ".join(people), "for people", "not read"))
-    rows.append((", ".join(other_names), "ignored", "with all other names: one line lists them"))
+    rows.append((", ".join(people), "descriptive", "not read"))
+    rows.append((", ".join(other_names), "ignored", "listed in one line, with all unknown names"))
     reasons: dict[str, list[str]] = {}
     for name, why in (REFUSED_FIELDS | REFUSED_FILES).items():
         reasons.setdefault(why, []).append(name)
@@ -334,7 +334,7 @@ def table() -> str:
     lines = (
         "| " + " | ".join((re.sub(r"[\w./-]+", r"`\g<0>`", names), *more)) + " |" for names, *more in rows
     )
-    return "\n".join(("| field | | |", "|---|---|---|", *lines))
+    return "\n".join(("| field | treatment | meaning or reason |", "|---|---|---|", *lines))
 
 
 def test_the_page_has_the_table_of_the_reader() -> None:
