@@ -101,8 +101,8 @@ def test_who_reads_turns_and_components(docs: ModuleType) -> None:
     by_turn = ", ".join(f"`{name}`" for name, entry in entries.items() if entry.turns)
     parts = ", ".join(f"`{name}`" for name, entry in entries.items() if entry.components)
     text = docs.FORMULAS.read_text()
-    assert f"| when rewards were earned, by turn | {by_turn} |" in text
-    assert f"| `components`, and nothing of R | {parts} |" in text
+    assert f"| the reward of each turn | {by_turn} |" in text
+    assert f"| `components`, but not R | {parts} |" in text
 
 
 def test_the_readme_counts_the_presets() -> None:
