@@ -34,7 +34,7 @@ PICTURES = {
     "cold": Picture(
         runs=("cold",),
         address="tab=episodes",
-        drawn='document.querySelector("article [data-at]")',
+        drawn='document.querySelector("article").innerText.length > 200',
         height=560,
     ),
     "fast": Picture(
