@@ -37,7 +37,7 @@ class ModelKeys(TypedDict, total=False):
 
     path: str | PathLike[str]
     """Directory with config.json, model.safetensors, tokenizer.json and a chat template, or `owner/name`
-    on the Hugging Face hub, with `@revision` for another revision than the newest."""
+    on the Hugging Face hub, with `@revision` for a revision other than the newest."""
     template: str | PathLike[str]
     """Chat template that replaces the model's: a Jinja file, or the built-in `chatml_tools`. Exports
     contain it."""
@@ -46,13 +46,13 @@ class ModelKeys(TypedDict, total=False):
     dtype: Literal["auto", "float32", "bfloat16"]
     """Compute type of the trainer, also used for frozen weights, published weights and the embedded
     engine. Trained weights and the optimizer are float32. auto: bfloat16 on a GPU (expected on Ray,
-    unless `device` is cpu) or on a CPU with instructions for it, else float32."""
+    unless `device` is cpu) or on a CPU with instructions for it, otherwise float32."""
     device: Literal["auto", "cpu", "cuda"]
     """Device of trainer ranks and embedded engines. Embedded engines take GPUs that no rank or scorer
     uses, if any (with `engine.colocated`: those of the ranks). On Ray an embedded engine gets its own GPU
     only with `cuda`."""
     fp32_head: bool
-    """Compute the trainer's logits in float32 under bfloat16."""
+    """Compute the trainer's logits in float32 even if `dtype` is bfloat16."""
     lora_rank: int
     """Rank of low-rank adapters on the linear layers, trained instead of the weights; 0: train all
     weights."""
@@ -60,10 +60,10 @@ class ModelKeys(TypedDict, total=False):
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_modules: Sequence[str]
     """Linear layers to adapt, by the last part of their names, e.g. `[q_proj, v_proj]`; empty: all in the
-    text part, except those that servers do not accept if they get adapters alone."""
+    text part, except those that servers do not accept as separate adapters."""
 
 class DataKeys(TypedDict, total=False):
-    """Prompts, in verl's columns or others."""
+    """Prompts, in the columns that verl uses or in others."""
 
     train: str | PathLike[str] | Sequence[str | PathLike[str] | Mapping[str, Any]]
     """Training samples: a file (parquet, jsonl, json, csv), a directory of tasks, a glob pattern, or a
@@ -74,8 +74,8 @@ class DataKeys(TypedDict, total=False):
     columns: Mapping[Any, Any]
     """Columns that hold the parts of a sample, e.g. `{prompt: question, ground_truth: answer.value}`."""
     dataset: Code
-    """Custom reader, `module:class` or `file.py:class`: called with the path of each source, an iterable
-    of rows; empty: the readers of the formats above."""
+    """Custom reader, `module:class` or `file.py:class`: called with the path of each source, it gives an
+    iterable of rows; empty: the readers of the formats above."""
     system_prompt: str
     """System message for prompts without one."""
     filter_overlong: bool
@@ -84,7 +84,7 @@ class DataKeys(TypedDict, total=False):
     warn of them."""
     order: Code
     """Custom order of samples in an epoch, `module:function` or `file.py:function`: called with the
-    samples, the numbers of those drawn, and the epoch, returns the numbers in their new order."""
+    samples, the numbers of those drawn, and the epoch, it returns the numbers in their new order."""
     shuffle: bool
     """Reshuffle the samples in each epoch, by `seed`."""
     epochs: int
@@ -139,17 +139,17 @@ class RolloutKeys(TypedDict, total=False):
     agent: Code
     """Program that drives the episode through an endpoint with OpenAI's and Anthropic's APIs: a coding
     agent (`{claude_code: {}}`), `{command: {line: python agent.py}}`, `module:function` or
-    `file.py:function`; empty: the worker plays the episode turn by turn."""
+    `file.py:function`; empty: the worker runs the episode turn by turn."""
     agent_address: str
     """Address on which each worker listens for agents, or a name that each machine resolves to its own
     address. Use addresses other than 127.0.0.1 in private networks only: nothing is encrypted."""
     untrained_agents: Sequence[str | PathLike[str]]
     """Requests of an agent whose turns are not trained (titles, commit messages): names or globs of their
-    `model`, or `module:function` or `file.py:function` of a request. They have limits of their own, as
-    large as `max_turns` and `max_rows`."""
+    `model`, or `module:function` or `file.py:function` of a request. They have their own limits, as large
+    as `max_turns` and `max_rows`."""
     reward: Code
-    """Reward function (with verl's signature, or of one trajectory): a name, `module:function` or
-    `file.py:function`; or several, e.g. `{gsm8k: {}, format: {weight: 0.2}}`."""
+    """Reward function (with verl's signature, or called with one trajectory): a name, `module:function`
+    or `file.py:function`; or several, e.g. `{gsm8k: {}, format: {weight: 0.2}}`."""
     reward_timeout: float
     """Deadline of one reward call, after which the episode fails with `reward_error`."""
     part_seconds: float
@@ -180,9 +180,9 @@ class EngineKeys(TypedDict, total=False):
     """sglang: command that starts a server; default: this Python with `-m sglang.launch_server`."""
     colocated: int
     """Number of engines that share the trainer's devices, one side at a time: engines release KV cache
-    and weights while the trainer trains, whose state is in main memory while they sample. 0: none;
-    otherwise all engines, `servers` with sglang and `rollout.workers` with torch. `trainer.ranks` must be
-    at least this number (times `tp`)."""
+    and weights while the trainer trains, and the trainer's state is in main memory while they sample. 0:
+    none; otherwise it must be all engines: `servers` with sglang and `rollout.workers` with torch.
+    `trainer.ranks` must be at least this number (times `tp`)."""
     api_key_env: str
     """sglang: environment variable with the API key of the servers; empty: no key."""
     admin_key_env: str
@@ -210,19 +210,20 @@ class BufferKeys(TypedDict, total=False):
     """With target_staleness=auto: share of the tokens that may exceed max_staleness. For runs with slow
     tools or long episodes, a larger max_staleness costs less than a larger budget."""
     on_stale: Literal["mask", "hold", "drop"]
-    """Tokens over max_staleness when a batch takes them: `mask` gives them weight zero, `hold` makes the
-    batch wait for groups that would exceed it, `drop` drops the trajectory."""
+    """What happens to tokens over max_staleness when a batch takes them: `mask` gives them weight zero,
+    `hold` makes the batch wait for groups that would exceed it, `drop` drops the trajectory."""
     group_policy: Literal["auto", "complete", "partial"]
-    """`complete`: train a group when all of its members have ended. `partial`: train members that ended
-    by a deadline then, late ones when they end. auto: `partial` if the algorithm stays unbiased with it
-    and on_stale is mask, else `complete`."""
+    """`complete`: train a group when all of its members have ended. `partial`: at a deadline, train the
+    members that have ended, and late members when they end. auto: `partial` if the algorithm stays
+    unbiased with it and on_stale is mask, otherwise `complete`."""
     group_deadline: float | Literal["auto"]
     """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the
     baseline. auto: the time in which half of the groups finish all of their members."""
     filter_zero_variance: bool
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: int
-    """Filtered groups per batch, in batches, after which the batch is trained with the groups it has."""
+    """Maximum filtered groups per batch, counted in batches; after that the batch is trained with the
+    groups it has."""
     retire_pass_rate: float
     """Do not draw samples again once their share of positive rewards in a group has reached this
     (no-positive-resampling); 1: off."""
@@ -262,11 +263,11 @@ class AlgorithmKeys(TypedDict, total=False):
     """Mini-batches per batch and epoch, one optimizer step each. More than one needs a barrier: the whole
     batch must arrive before the first step."""
     epochs: int
-    """Passes over a batch; more than one needs the barrier, too."""
+    """Passes over a batch; more than one also needs the barrier."""
     prox: Literal["auto", "recompute", "loglinear", "current", "mu"]
-    """log prox: recomputed at the start of the batch, interpolated between mu and pi, pi itself, or mu
-    (clips are then around mu, without a weight: verl's bypass mode). `auto`: `current` for one optimizer
-    step per batch, where it is exact, else `recompute`."""
+    """Source of log prox: recomputed at the start of the batch, interpolated between mu and pi, pi
+    itself, or mu (clips are then around mu, without a weight: verl's bypass mode). `auto`: `current` for
+    one optimizer step per batch, where it is exact, otherwise `recompute`."""
     ess_lr: bool
     """Scale the learning rate by the square root of the batch's effective sample share, at least 0.1."""
 
@@ -290,13 +291,13 @@ class KLKeys(TypedDict, total=False):
     horizon: int
     """Episodes over which the coefficient adapts to `target`."""
     reference: str | PathLike[str]
-    """Model directory or hub repository of the reference; empty: that of `scorers`, else the initial
-    policy (with LoRA: the model without the adapter)."""
+    """Model directory or hub repository of the reference; empty: the one in `scorers`, otherwise the
+    initial policy (with LoRA: the model without the adapter)."""
     prompt: str
     """Text in front of the first message that the reference reads, so that the policy, or another model,
-    teaches with a better prompt. `{ground_truth}` in it becomes that of the sample."""
+    teaches with a better prompt. `{ground_truth}` is replaced by that of the sample."""
     offload: bool
-    """Keep the reference's shards in main memory between its forwards."""
+    """Keep the reference's shards in main memory between its forward passes."""
 
 class CriticKeys(TypedDict, total=False):
     """Value function, a separate model, trained if the advantage needs values (gae)."""
@@ -339,16 +340,17 @@ class TrainerKeys(TypedDict, total=False):
     """Keep the shards of weights, gradients and optimizer state in main memory, and run the optimizer
     there."""
     activation_checkpointing: Literal["auto", "none", "full"] | int
-    """Layers whose activations are recomputed in the backward: none, all, or every k-th. `auto`: on a GPU
-    the fewest that fit by the memory estimate, on a CPU none. More are recomputed after a rank ran out of
-    memory."""
+    """Layers whose activations are recomputed in the backward pass: none, all, or every k-th. `auto`: on
+    a GPU the fewest that fit by the memory estimate, on a CPU none. More layers are recomputed after a
+    rank has run out of memory."""
     compile: bool
     """Compile each layer with torch.compile, once for all lengths; needs a C++ compiler on a CPU."""
     grad_clip: float
     """Maximum gradient norm; 0: off."""
     on_spike: Literal["skip", "rollback", "stop"]
     """After a batch whose gradient norm is not finite or a spike: skip its optimizer step; drop its
-    episodes by name and continue from the newest checkpoint with others; or end the run."""
+    episodes, with a recorded reason, and continue from the newest checkpoint with others; or end the
+    run."""
     spike_factor: float
     """A norm above this many times the median of the last 32 batches is a spike; 0: off."""
     micro_batch_tokens: int
@@ -357,8 +359,8 @@ class TrainerKeys(TypedDict, total=False):
     micro-batch by itself."""
     packing: Literal["padded", "packed", "tree"]
     """padded: pad rows of a micro-batch to the longest. packed: concatenate them. tree: compute
-    beginnings that rows share once, with members of a group on one rank. If the model would give other
-    gradients than padded: padded, with a warning."""
+    beginnings that rows share once, with members of a group on one rank. If these would change the
+    model's gradients, the trainer pads instead, with a warning."""
     router_replay: bool
     """Mixture-of-experts models: train each token with the experts that the SGLang server selected when
     sampling it (R3)."""
@@ -367,7 +369,7 @@ class CheckpointKeys(TypedDict, total=False):
     """Checkpoints and the exports in them."""
 
     every: int
-    """Steps between checkpoints; 0: one at each 1,000th step and one at the end. Turns since the newest
+    """Steps between checkpoints; 0: one at every 1,000th step and one at the end. Turns since the newest
     checkpoint stay on disk, since a resume needs them."""
     keep: int
     """Newest checkpoints to keep."""
@@ -399,14 +401,14 @@ class WeightsKeys(TypedDict, total=False):
     transport: Literal["disk", "collective"]
     """`disk`: files. `collective` (sglang only): broadcast through a process group per server."""
     full_every: int
-    """disk: publish every k-th version whole, and of the others only the changed bytes, compressed."""
+    """disk: publish every k-th version in full, and for the others only the changed bytes, compressed."""
     bucket_bytes: int
     """Approximate size of the buckets in which tensors are gathered, written and broadcast."""
     mode: Literal["in_place", "retract", "abort"]
     """sglang: requests in progress at an update keep their KV cache, recompute it, or are aborted and
     resumed."""
     rolling: bool
-    """Update servers one after another, so that generation never stops everywhere."""
+    """Update servers one after another, so that generation never stops on all servers at once."""
     adapters: Literal["auto"] | bool
     """Publish LoRA adapters alone, to be loaded beside the model (true), or merged into its weights,
     which lets servers sample faster (false). auto: alone for the embedded engine, and for servers started
@@ -423,10 +425,10 @@ class ValidationKeys(TypedDict, total=False):
     """Episodes per held-out sample that are sampled as in training; 2 or more add `mean@k`, `pass@k` and
     `maj@k`."""
     greedy: bool
-    """Also play each held-out sample greedily."""
+    """Also answer each held-out sample with greedy decoding."""
     success: float
     """An episode succeeds if its score (or `acc`, if the reward reports one) is at least this. Set it for
-    scores outside 0 to 1. The mean score is reported, too."""
+    scores outside 0 to 1. The mean score is also reported."""
 
 class ObserveKeys(TypedDict, total=False):
     """Console and trackers."""
@@ -455,16 +457,16 @@ class LaunchKeys(TypedDict, total=False):
     """Ray: resource that machines of a role must have, from `ray start --resources='{"NAME": 1}'` or
     Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
     gpus: Mapping[Any, Any]
-    """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two on one. Other roles: one per rank,
-    `tp` per server, one per worker with an embedded engine if `model.device` is cuda."""
+    """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two workers on one GPU. Other roles: one
+    per rank, `tp` per server, one per worker with an embedded engine if `model.device` is cuda."""
     host: str
-    """Address of this machine that the coordinator binds to and all others dial. `0.0.0.0`: it binds to
-    all addresses, and the others dial that of the default route."""
+    """Address of this machine that the coordinator binds to and all other processes connect to.
+    `0.0.0.0`: it binds to all addresses, and the others connect to that of the default route."""
     port: int
     """Control port; the next two are for bulk data and weights. 0: free ports."""
     restarts: int
-    """Restarts per role before the run is given up. Restarts are forgotten after 10 minutes and a
-    step."""
+    """Maximum restarts per role before the run ends. A restart no longer counts after 10 minutes with a
+    completed step."""
     threads: int
     """OpenMP threads of each worker (for an embedded engine) and trainer rank. More threads than cores
     slow each other down."""
@@ -476,7 +478,7 @@ class LaunchKeys(TypedDict, total=False):
     MB/s."""
     stop_timeout: float
     """Deadline of a graceful stop, which ends with a checkpoint (12 bytes per parameter, after any that
-    is being written). A second Ctrl-C ends it at once."""
+    is being written). A second Ctrl-C ends the run at once."""
     stall_timeout: float
     """A run without a sign of life for this long, beyond the longest deadline of a wait, has stalled:
     processes that hang are replaced, or the run ends with a checkpoint."""

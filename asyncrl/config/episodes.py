@@ -64,16 +64,16 @@ class RolloutConfig(Section, frozen=True):
     agent: Plugin = ""
     """Program that drives the episode through an endpoint with OpenAI's and Anthropic's APIs: a coding agent
     (`{claude_code: {}}`), `{command: {line: python agent.py}}`, `module:function` or `file.py:function`;
-    empty: the worker plays the episode turn by turn."""
+    empty: the worker runs the episode turn by turn."""
     agent_address: Text = "127.0.0.1"
     """Address on which each worker listens for agents, or a name that each machine resolves to its own
     address. Use addresses other than 127.0.0.1 in private networks only: nothing is encrypted."""
     untrained_agents: list[PathText] = []
     """Requests of an agent whose turns are not trained (titles, commit messages): names or globs of their
-    `model`, or `module:function` or `file.py:function` of a request. They have limits of their own, as large
-    as `max_turns` and `max_rows`."""
+    `model`, or `module:function` or `file.py:function` of a request. They have their own limits, as large as
+    `max_turns` and `max_rows`."""
     reward: Plugin = "final_number"
-    """Reward function (with verl's signature, or of one trajectory): a name, `module:function` or
+    """Reward function (with verl's signature, or called with one trajectory): a name, `module:function` or
     `file.py:function`; or several, e.g. `{gsm8k: {}, format: {weight: 0.2}}`."""
     reward_timeout: Seconds = 60.0
     """Deadline of one reward call, after which the episode fails with `reward_error`."""
@@ -122,9 +122,9 @@ class EngineConfig(Section, frozen=True):
     """sglang: command that starts a server; default: this Python with `-m sglang.launch_server`."""
     colocated: Count = 0
     """Number of engines that share the trainer's devices, one side at a time: engines release KV cache and
-    weights while the trainer trains, whose state is in main memory while they sample. 0: none; otherwise all
-    engines, `servers` with sglang and `rollout.workers` with torch. `trainer.ranks` must be at least this
-    number (times `tp`)."""
+    weights while the trainer trains, and the trainer's state is in main memory while they sample. 0: none;
+    otherwise it must be all engines: `servers` with sglang and `rollout.workers` with torch. `trainer.ranks`
+    must be at least this number (times `tp`)."""
     api_key_env: str = ""
     """sglang: environment variable with the API key of the servers; empty: no key."""
     admin_key_env: str = ""
@@ -155,7 +155,7 @@ class ValidationConfig(Section, frozen=True):
     """Episodes per held-out sample that are sampled as in training; 2 or more add `mean@k`, `pass@k` and
     `maj@k`."""
     greedy: bool = True
-    """Also play each held-out sample greedily."""
+    """Also answer each held-out sample with greedy decoding."""
     success: float = 1.0
     """An episode succeeds if its score (or `acc`, if the reward reports one) is at least this. Set it for
-    scores outside 0 to 1. The mean score is reported, too."""
+    scores outside 0 to 1. The mean score is also reported."""

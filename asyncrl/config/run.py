@@ -44,7 +44,7 @@ class ModelConfig(Section, frozen=True):
 
     path: RequiredPath
     """Directory with config.json, model.safetensors, tokenizer.json and a chat template, or `owner/name` on
-    the Hugging Face hub, with `@revision` for another revision than the newest."""
+    the Hugging Face hub, with `@revision` for a revision other than the newest."""
     template: PathText = ""
     """Chat template that replaces the model's: a Jinja file, or the built-in `chatml_tools`. Exports contain
     it."""
@@ -53,13 +53,13 @@ class ModelConfig(Section, frozen=True):
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
     """Compute type of the trainer, also used for frozen weights, published weights and the embedded engine.
     Trained weights and the optimizer are float32. auto: bfloat16 on a GPU (expected on Ray, unless `device`
-    is cpu) or on a CPU with instructions for it, else float32."""
+    is cpu) or on a CPU with instructions for it, otherwise float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of trainer ranks and embedded engines. Embedded engines take GPUs that no rank or scorer uses,
     if any (with `engine.colocated`: those of the ranks). On Ray an embedded engine gets its own GPU only with
     `cuda`."""
     fp32_head: bool = False
-    """Compute the trainer's logits in float32 under bfloat16."""
+    """Compute the trainer's logits in float32 even if `dtype` is bfloat16."""
     lora_rank: Count = 0
     """Rank of low-rank adapters on the linear layers, trained instead of the weights; 0: train all
     weights."""
@@ -67,7 +67,7 @@ class ModelConfig(Section, frozen=True):
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_modules: list[str] = []
     """Linear layers to adapt, by the last part of their names, e.g. `[q_proj, v_proj]`; empty: all in the
-    text part, except those that servers do not accept if they get adapters alone."""
+    text part, except those that servers do not accept as separate adapters."""
 
 
 class WeightedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,7 +78,7 @@ class WeightedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DataConfig(Section, frozen=True):
-    """Prompts, in verl's columns or others."""
+    """Prompts, in the columns that verl uses or in others."""
 
     train: RequiredPath | Annotated[list[RequiredPath | WeightedSource], Meta(min_length=1)]
     """Training samples: a file (parquet, jsonl, json, csv), a directory of tasks, a glob pattern, or a hub
@@ -88,8 +88,8 @@ class DataConfig(Section, frozen=True):
     columns: dict[str, str] = {}
     """Columns that hold the parts of a sample, e.g. `{prompt: question, ground_truth: answer.value}`."""
     dataset: Plugin = ""
-    """Custom reader, `module:class` or `file.py:class`: called with the path of each source, an iterable of
-    rows; empty: the readers of the formats above."""
+    """Custom reader, `module:class` or `file.py:class`: called with the path of each source, it gives an
+    iterable of rows; empty: the readers of the formats above."""
     system_prompt: str = ""
     """System message for prompts without one."""
     filter_overlong: bool = False
@@ -97,7 +97,7 @@ class DataConfig(Section, frozen=True):
     and demonstrations that are longer. If false, the checks before the start warn of them."""
     order: Plugin = ""
     """Custom order of samples in an epoch, `module:function` or `file.py:function`: called with the samples,
-    the numbers of those drawn, and the epoch, returns the numbers in their new order."""
+    the numbers of those drawn, and the epoch, it returns the numbers in their new order."""
     shuffle: bool = True
     """Reshuffle the samples in each epoch, by `seed`."""
     epochs: Count = 0
@@ -120,14 +120,14 @@ class WeightsConfig(Section, frozen=True):
     transport: Literal["disk", "collective"] = "disk"
     """`disk`: files. `collective` (sglang only): broadcast through a process group per server."""
     full_every: Positive = 1
-    """disk: publish every k-th version whole, and of the others only the changed bytes, compressed."""
+    """disk: publish every k-th version in full, and for the others only the changed bytes, compressed."""
     bucket_bytes: Annotated[int, Meta(ge=1 << 10)] = 256 << 20
     """Approximate size of the buckets in which tensors are gathered, written and broadcast."""
     mode: Literal["in_place", "retract", "abort"] = "in_place"
     """sglang: requests in progress at an update keep their KV cache, recompute it, or are aborted and
     resumed."""
     rolling: bool = True
-    """Update servers one after another, so that generation never stops everywhere."""
+    """Update servers one after another, so that generation never stops on all servers at once."""
     adapters: Literal["auto"] | bool = "auto"
     """Publish LoRA adapters alone, to be loaded beside the model (true), or merged into its weights, which
     lets servers sample faster (false). auto: alone for the embedded engine, and for servers started by the
@@ -163,15 +163,16 @@ class LaunchConfig(Section, frozen=True):
     """Ray: resource that machines of a role must have, from `ray start --resources='{"NAME": 1}'` or Ray's
     own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
     gpus: dict[Literal["engine", "rollout", "scorer", "trainer"], Annotated[float, Meta(ge=0)]] = {}
-    """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two on one. Other roles: one per rank, `tp`
-    per server, one per worker with an embedded engine if `model.device` is cuda."""
+    """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two workers on one GPU. Other roles: one per
+    rank, `tp` per server, one per worker with an embedded engine if `model.device` is cuda."""
     host: Text = "127.0.0.1"
-    """Address of this machine that the coordinator binds to and all others dial. `0.0.0.0`: it binds to all
-    addresses, and the others dial that of the default route."""
+    """Address of this machine that the coordinator binds to and all other processes connect to. `0.0.0.0`: it
+    binds to all addresses, and the others connect to that of the default route."""
     port: Annotated[int, Meta(ge=0, le=65533)] = 0
     """Control port; the next two are for bulk data and weights. 0: free ports."""
     restarts: Count = 5
-    """Restarts per role before the run is given up. Restarts are forgotten after 10 minutes and a step."""
+    """Maximum restarts per role before the run ends. A restart no longer counts after 10 minutes with a
+    completed step."""
     threads: Positive = 1
     """OpenMP threads of each worker (for an embedded engine) and trainer rank. More threads than cores slow
     each other down."""
@@ -182,7 +183,7 @@ class LaunchConfig(Section, frozen=True):
     """Deadline for a role to report, in addition to the time to read models and a checkpoint at 50 MB/s."""
     stop_timeout: Seconds = 600.0
     """Deadline of a graceful stop, which ends with a checkpoint (12 bytes per parameter, after any that is
-    being written). A second Ctrl-C ends it at once."""
+    being written). A second Ctrl-C ends the run at once."""
     stall_timeout: Seconds = 300.0
     """A run without a sign of life for this long, beyond the longest deadline of a wait, has stalled:
     processes that hang are replaced, or the run ends with a checkpoint."""
@@ -200,13 +201,13 @@ class RunConfig(Section, frozen=True, kw_only=True):
     total_steps: Count = 100
     """Optimizer batches to train; 0: no training, one validation of the model as it is (`asyncrl eval`)."""
     resume: Literal["auto", "never", "must"] = "never"
-    """Continue the run of that name: `auto` if it exists; `never` (an existing run is an error); `must` fails
-    without one."""
+    """Continue the run of that name: `auto` if it exists; `never` (an existing run is an error); `must` (a
+    missing run is an error)."""
     model: ModelConfig
     agents: dict[AgentName, AgentConfig] = {}
-    """LoRA adapters of agents by name, which is the `model` of their requests, e.g. `{planner: {lora_rank:
-    16}}`. Each trains on its agent's turns. Turns of other agents train the adapter of `model.lora_rank`, or
-    none if that is 0."""
+    """LoRA adapters of agents, by the name that the agents give as `model` in their requests, e.g. `{planner:
+    {lora_rank: 16}}`. Each trains on its agent's turns. Turns of other agents train the adapter of
+    `model.lora_rank`, or none if that is 0."""
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()

@@ -23,7 +23,8 @@ class ScorerConfig(Section, frozen=True):
     of `rollout.reward`. The settings of `engine` also apply to servers that are started."""
 
     path: PathText = ""
-    """Model directory or hub repository from which servers are started; with `urls` it is only compared."""
+    """Model directory or hub repository from which servers are started; with `urls` it is only compared with
+    the servers' model."""
     urls: list[str] = []
     """Attach to these servers instead of starting any. `[engines]`: the run's engines score with the base of
     their adapters."""

@@ -32,19 +32,20 @@ class BufferConfig(Section, frozen=True):
     """With target_staleness=auto: share of the tokens that may exceed max_staleness. For runs with slow tools
     or long episodes, a larger max_staleness costs less than a larger budget."""
     on_stale: Literal["mask", "hold", "drop"] = "mask"
-    """Tokens over max_staleness when a batch takes them: `mask` gives them weight zero, `hold` makes the
-    batch wait for groups that would exceed it, `drop` drops the trajectory."""
+    """What happens to tokens over max_staleness when a batch takes them: `mask` gives them weight zero,
+    `hold` makes the batch wait for groups that would exceed it, `drop` drops the trajectory."""
     group_policy: Literal["auto", "complete", "partial"] = "auto"
-    """`complete`: train a group when all of its members have ended. `partial`: train members that ended by a
-    deadline then, late ones when they end. auto: `partial` if the algorithm stays unbiased with it and
-    on_stale is mask, else `complete`."""
+    """`complete`: train a group when all of its members have ended. `partial`: at a deadline, train the
+    members that have ended, and late members when they end. auto: `partial` if the algorithm stays unbiased
+    with it and on_stale is mask, otherwise `complete`."""
     group_deadline: Seconds | Literal["auto"] = "auto"
     """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the baseline.
     auto: the time in which half of the groups finish all of their members."""
     filter_zero_variance: bool = True
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8
-    """Filtered groups per batch, in batches, after which the batch is trained with the groups it has."""
+    """Maximum filtered groups per batch, counted in batches; after that the batch is trained with the groups
+    it has."""
     retire_pass_rate: Fraction = 1.0
     """Do not draw samples again once their share of positive rewards in a group has reached this
     (no-positive-resampling); 1: off."""
@@ -117,11 +118,11 @@ class AlgorithmConfig(Section, frozen=True):
     """Mini-batches per batch and epoch, one optimizer step each. More than one needs a barrier: the whole
     batch must arrive before the first step."""
     epochs: Positive = 1
-    """Passes over a batch; more than one needs the barrier, too."""
+    """Passes over a batch; more than one also needs the barrier."""
     prox: Literal["auto", "recompute", "loglinear", "current", "mu"] = "auto"
-    """log prox: recomputed at the start of the batch, interpolated between mu and pi, pi itself, or mu (clips
-    are then around mu, without a weight: verl's bypass mode). `auto`: `current` for one optimizer step per
-    batch, where it is exact, else `recompute`."""
+    """Source of log prox: recomputed at the start of the batch, interpolated between mu and pi, pi itself, or
+    mu (clips are then around mu, without a weight: verl's bypass mode). `auto`: `current` for one optimizer
+    step per batch, where it is exact, otherwise `recompute`."""
     ess_lr: bool = False
     """Scale the learning rate by the square root of the batch's effective sample share, at least 0.1."""
 
@@ -164,13 +165,13 @@ class KLConfig(Section, frozen=True):
     horizon: Positive = 10_000
     """Episodes over which the coefficient adapts to `target`."""
     reference: PathText = ""
-    """Model directory or hub repository of the reference; empty: that of `scorers`, else the initial policy
-    (with LoRA: the model without the adapter)."""
+    """Model directory or hub repository of the reference; empty: the one in `scorers`, otherwise the initial
+    policy (with LoRA: the model without the adapter)."""
     prompt: str = ""
     """Text in front of the first message that the reference reads, so that the policy, or another model,
-    teaches with a better prompt. `{ground_truth}` in it becomes that of the sample."""
+    teaches with a better prompt. `{ground_truth}` is replaced by that of the sample."""
     offload: bool = False
-    """Keep the reference's shards in main memory between its forwards."""
+    """Keep the reference's shards in main memory between its forward passes."""
 
     @property
     def in_loss(self) -> bool:
@@ -224,16 +225,16 @@ class TrainerConfig(Section, frozen=True):
     """Keep the shards of weights, gradients and optimizer state in main memory, and run the optimizer
     there."""
     activation_checkpointing: Literal["auto", "none", "full"] | Positive = "auto"
-    """Layers whose activations are recomputed in the backward: none, all, or every k-th. `auto`: on a GPU the
-    fewest that fit by the memory estimate, on a CPU none. More are recomputed after a rank ran out of
-    memory."""
+    """Layers whose activations are recomputed in the backward pass: none, all, or every k-th. `auto`: on a
+    GPU the fewest that fit by the memory estimate, on a CPU none. More layers are recomputed after a rank has
+    run out of memory."""
     compile: bool = False
     """Compile each layer with torch.compile, once for all lengths; needs a C++ compiler on a CPU."""
     grad_clip: Annotated[float, Meta(ge=0)] = 1.0
     """Maximum gradient norm; 0: off."""
     on_spike: Literal["skip", "rollback", "stop"] = "skip"
-    """After a batch whose gradient norm is not finite or a spike: skip its optimizer step; drop its episodes
-    by name and continue from the newest checkpoint with others; or end the run."""
+    """After a batch whose gradient norm is not finite or a spike: skip its optimizer step; drop its episodes,
+    with a recorded reason, and continue from the newest checkpoint with others; or end the run."""
     spike_factor: Annotated[float, Meta(ge=0)] = 0.0
     """A norm above this many times the median of the last 32 batches is a spike; 0: off."""
     micro_batch_tokens: Positive = 8192
@@ -242,8 +243,8 @@ class TrainerConfig(Section, frozen=True):
     itself."""
     packing: Packing = "tree"
     """padded: pad rows of a micro-batch to the longest. packed: concatenate them. tree: compute beginnings
-    that rows share once, with members of a group on one rank. If the model would give other gradients than
-    padded: padded, with a warning."""
+    that rows share once, with members of a group on one rank. If these would change the model's gradients,
+    the trainer pads instead, with a warning."""
     router_replay: bool = False
     """Mixture-of-experts models: train each token with the experts that the SGLang server selected when
     sampling it (R3)."""
@@ -267,7 +268,7 @@ class CheckpointConfig(Section, frozen=True):
     """Checkpoints and the exports in them."""
 
     every: Count = 50
-    """Steps between checkpoints; 0: one at each 1,000th step and one at the end. Turns since the newest
+    """Steps between checkpoints; 0: one at every 1,000th step and one at the end. Turns since the newest
     checkpoint stay on disk, since a resume needs them."""
     keep: Positive = 2
     """Newest checkpoints to keep."""
