@@ -200,6 +200,8 @@ class FirstStatus:
 
     def print_note(self, text: str) -> None: ...
 
+    def drop_steps_after(self, step: int) -> None: ...
+
 
 def parent(run_dir: Path, *pairs: str) -> int:
     """Run a launcher process: a whole session over fake roles, none of which leaves by itself."""

@@ -199,8 +199,8 @@ def test_a_world_may_want_one_thread(slow: Any) -> None:
         ({"id": "FrozenLake-v7"}, "no environment 'FrozenLake-v7'"),
         ({"id": "no_such_module:Game-v0"}, "no environment"),
         ({"id": "Blackjack-v1", "show": "text"}, "renders no text"),
-        ({"id": "FrozenLake-v1", "arguments": "[1]"}, "no JSON object"),
-        ({"id": "FrozenLake-v1", "arguments": "{"}, "no JSON"),
+        ({"id": "FrozenLake-v1", "arguments": "[1]"}, "are not a JSON object"),
+        ({"id": "FrozenLake-v1", "arguments": "{"}, "are not JSON"),
         ({"id": "FrozenLake-v1", "describe": "nothing:here"}, "cannot import"),
     ],
 )

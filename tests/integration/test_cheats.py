@@ -649,7 +649,7 @@ async def test_a_sandbox_that_cannot_be_made_is_no_fault_of_the_agent(bench: Ben
     changes = await bench.changes(FIX)
     without_image = Bench(msgspec.structs.replace(bench.task, image="gone"), bench.tests)
     lost = Bench(bench.task, msgspec.structs.replace(bench.tests, tests=str(tmp_path / "lost")))
-    for broken, why in ((without_image, "no image 'gone'"), (lost, "lost")):
+    for broken, why in ((without_image, "no image named 'gone'"), (lost, "lost")):
         with pytest.raises(RewardError, match=why) as caught:
             await broken.judged(changes)
         assert caught.value.reason is FailReason.SETUP_FAILED

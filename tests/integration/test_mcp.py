@@ -530,7 +530,7 @@ def test_headers_reach_the_server_and_a_refusal_is_named(
         ({"url": "http://127.0.0.1:1/mcp"}, "set either command"),
         ({"command": "", "url": "localhost"}, "must begin with http"),
         ({"command": PLAIN, "allow": "pid, nothing"}, "has no tool 'nothing'; it has pid, variable"),
-        ({"command": PLAIN, "prefix": "with space "}, "is no name of a tool"),
+        ({"command": PLAIN, "prefix": "with space "}, "is not a tool name"),
         (
             {"command": f"{PLAIN} bad_schema"},
             "the schema of 'variable' is not a valid JSON schema: 'nothing' is",

@@ -52,7 +52,7 @@ def test_kill_9(tmp_path: Path) -> None:
         run.until(lambda: "phase: evaluating" in run.text(), "final validation")
         run.kill("coordinator-0")
         summary = run.completed(11)
-        restarted = re.findall(r"; (.+?) is restarted", run.text())
+        restarted = re.findall(r"; restarting (.+?)(?: in [\d.]+ s|$)", run.text(), re.M)
     assert restarted == ["rollout-0", "trainer (all ranks)", "coordinator-0", "coordinator-0"]
     flow = summary["flow"]  # a member that is late at the end, as its worker was lost, is dropped by name
     assert flow["trained"] + flow["dropped"] == flow["issued"] and 10 * 16 < flow["trained"] <= 11 * 16
@@ -98,7 +98,7 @@ def test_a_rank_that_lacks_memory_goes_on_with_less(tmp_path: Path, recomputed: 
     more += (f"trainer.activation_checkpointing={recomputed}", WHOLE_GROUPS)
     with Run(tmp_path, "total_steps=5", "data.test=''", *more) as run:
         run.completed(5)
-        assert run.text().count("is restarted") == 1 and "no room for it" in run.text()
+        assert run.text().count("; restarting ") == 1 and "no room for it" in run.text()
         log = (run.path / "logs" / "coordinator-0.log").read_text()
     assert len(re.findall(then, log, re.MULTILINE)) == 1
     rows = map(json.loads, (run.path / "metrics.jsonl").read_text().splitlines())
@@ -186,7 +186,7 @@ def test_a_run_goes_on_while_no_checkpoint_can_be_written(tmp_path: Path) -> Non
         run.until_step(8)
         blocked.unlink()
         summary = run.completed(12)
-        assert run.text().count("is restarted") == 1
+        assert run.text().count("; restarting ") == 1
     once(run.path, 12, summary["flow"]["trained"])  # a step may take less of a partial group
     assert not any("checkpoints are not written" in line for line in summary["alerts"])
 

@@ -882,7 +882,7 @@ async def main():
     for killed in (False, True):
         box = Jail(require=())
         await box.start()
-        print("memory" in box.enforced, "is memory" in box.notes)
+        print("memory" in box.enforced, "is in memory" in box.notes)
         print((await box.run("cell", DIG, 10)).output.strip(), len(os.listdir(os.environ["TMPDIR"])))
         if killed:
             os.kill(box.pid, 9)

@@ -135,7 +135,7 @@ def test_a_run_waits_for_a_killed_scorer_and_loses_nothing(tmp_path: Path, victi
         summary = run.completed(8)
         assert summary["conserved"] and set(trained_uids(run.path).values()) == {1}
         assert summary["flow"]["failed"] == 0
-        assert any("scorer-0" in line and "is restarted" in line for line in run.text().splitlines())
+        assert any("scorer-0" in line and "restarting" in line for line in run.text().splitlines())
         assert all(row.get("timing_s/ref", 0.0) == 0 for row in run.rows())
         reader = RunReader.open(run.path)
         frames = (

@@ -26,7 +26,7 @@ def until_next(run: Run, shift: str) -> None:
 def lost_nothing(run: Run, steps: int, restarts: int) -> None:
     """After restarts all is accounted for, nothing was trained twice, and nothing computed at once."""
     flow = run.completed(steps)["flow"]
-    assert run.text().count("is restarted") == restarts
+    assert run.text().count("; restarting ") == restarts
     assert not [*at_once(run.path)]
     assert flow["trained"] + flow["dropped"] == flow["issued"]
     once(run.path, steps, flow["trained"])
@@ -87,7 +87,7 @@ def test_kill_9_in_shifts(tmp_path: Path) -> None:
         run.until(lambda: "phase: evaluating" in run.text(), "final validation")
         run.kill("coordinator-0")
         lost_nothing(run, 7, restarts=5)
-        restarted = re.findall(r"; (.+?) is restarted", run.text())
+        restarted = re.findall(r"; restarting (.+?)(?: in [\d.]+ s|$)", run.text(), re.M)
     ranks = "trainer (all ranks)"
     coordinator = "coordinator-0"
     assert restarted == ["rollout-0", ranks, coordinator, "rollout-1", coordinator]

@@ -53,7 +53,7 @@ async def test_a_server_of_another_version_that_does_what_the_run_needs_is_taken
         async with in_use(attached_server.api):
             assert await api.ready() and await api.weight_label() == label
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    (line,) = [line for line in lines if "tested is" in line]
+    (line,) = [line for line in lines if "the tested version is" in line]
     assert f"a request across a pause ({mode})" in line
     assert ("a session of updates" in line) == (transport == "collective")
 
@@ -63,7 +63,7 @@ async def test_what_it_lacks_is_named(
 ):
     needed = {"/generate": ("input_ids", "teleport"), "/no/such/route": ()}
     monkeypatch.setattr(version_check, "SCORE_ROUTES", version_check.SCORE_ROUTES | needed)
-    with pytest.raises(ConfigError, match=r"it lacks /no/such/route; tested is 0\.0\.1"):
+    with pytest.raises(ConfigError, match=r"it lacks /no/such/route; the tested version is 0\.0\.1"):
         await look_at_server(config, server.url)
     monkeypatch.setattr(version_check, "SAMPLE_ROUTES", version_check.SAMPLE_ROUTES | needed)
     with pytest.raises(ConfigError, match="it lacks teleport in /generate, /no/such/route"):

@@ -189,7 +189,7 @@ def test_one_that_has_not_landed_or_has_lost_its_turns_says_so(views: Views) -> 
         ("episodes", {"where": '[["reward", "=", NaN]]'}, "where"),
         ("episodes", {"where": '[["colour", "=", "x"]]'}, "no column 'colour'"),
         ("episodes", {"where": '[["reward", "<", 1]]'}, "where"),
-        ("episodes", {"order": "x; --"}, "no column 'x; --'; there are uid, "),
+        ("episodes", {"order": "x; --"}, "no column 'x; --'; columns: uid, "),
         ("episodes", {"where": f'[["group", "=", {"9" * 30}]]'}, "where"),
         ("episodes", {"start": "-1"}, "start"),
         ("lanes", {"from": "nan"}, "from=nan: give a number"),
@@ -199,7 +199,7 @@ def test_one_that_has_not_landed_or_has_lost_its_turns_says_so(views: Views) -> 
         ("compare", {"to": "9" * 30}, "to=9"),
         ("episodes", {"run": "1"}, "there are 1 runs"),
         ("episodes", {"run": "9" * 5000}, "there are 1 runs"),
-        ("episode", {"uid": "9.9"}, "no episode 9.9"),
+        ("episode", {"uid": "9.9"}, "no episode 9.9, or no longer"),
     ],
 )
 def test_bad_questions_are_named(views: Views, name: str, query: dict[str, str], why: str) -> None:
