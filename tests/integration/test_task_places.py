@@ -247,7 +247,7 @@ def test_an_unknown_image_of_a_tool_is_said_before_the_start() -> None:
         (
             {"claude_code": {"program": "/no/claude"}},
             "error: agent",
-            "the image does not have the program 'claude', nor",
+            "the image does not have the program 'claude', and this machine does not have it",
         ),
         (
             {"claude_code": {"sandbox": "none"}},

@@ -355,7 +355,7 @@ def test_it_states_its_own_limit(tasksets: None) -> None:
         ({"taskset": "asyncrl_guesses", "role": "judge"}, "no agent 'judge'; there are: player, rival"),
         ({"taskset": "no_such_taskset"}, "cannot load the environment of taskset 'no_such_taskset'"),
         ({"taskset": "asyncrl_sums", "config": '{"taskset": {"hihg": 3}}'}, "hihg"),
-        ({"taskset": "asyncrl_sums", "config": "3"}, "no environment"),
+        ({"taskset": "asyncrl_sums", "config": "3"}, "cannot load the environment"),
     ],
 )
 def test_verifiers_options(tasksets: None, options: Options, complaint: str) -> None:

@@ -47,7 +47,7 @@ def test_engines_idle_once_all_workers_have_said_so_twice() -> None:
     ("changed", "said"),
     [
         ({"rollout": {"workers": 2}, "trainer": {"ranks": 2}}, "rollout.workers (2), or 0"),
-        ({"rollout": {"workers": 2}, "engine": {"colocated": 2}}, "need 2 devices, trainer.ranks=1"),
+        ({"rollout": {"workers": 2}, "engine": {"colocated": 2}}, "need 2 devices, but trainer.ranks=1"),
         ({"engine": {"colocated": 1, "name": "sglang", "tp": 2}}, "need 2 devices"),
         ({"engine": {"colocated": 1, "name": "sglang", "urls": ["http://a:1"]}}, "engine.urls"),
         ({"engine": {"name": "sglang"}, "weights": {"transport": "collective"}}, "transport=disk"),

@@ -121,7 +121,7 @@ def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Pa
         return BROKE if identity.mode == SAMPLED else scored(EpisodeResult(reward))
 
     metrics = play(setup, validation, answer)
-    assert "the validation of step 1: 1 of 2 episodes are over" in setup.state.fleet.waits
+    assert "the validation of step 1: 1 of 2 episodes finished" in setup.state.fleet.waits
     assert tries == {SAMPLED: 1 + setup.state.config.rollout.retries, GREEDY: 1}
     assert metrics["val-core/all/sampled/success"] == 0.0
     assert metrics["val-core/all/greedy/success"] == float(reward == 1.0)

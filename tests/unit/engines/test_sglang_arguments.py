@@ -38,7 +38,7 @@ def configured(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"quantization": "fp8"}, r"^engine\.server_args: quantization=fp8 ends a server .* leave it out"),
+        ({"quantization": "fp8"}, r"^engine\.server_args: quantization=fp8 ends a server .* remove it"),
         (
             {"speculative-algorithm": "EAGLE3", "speculative-draft-model-path": "d"},
             r"^engine\.server_args: speculative-algorithm=EAGLE3 .* set weights\.transport=collective",

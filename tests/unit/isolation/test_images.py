@@ -301,7 +301,7 @@ def test_users_and_machines_that_forbid_namespaces(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("kind", "said"), [(USER, "sandboxes can use them"), (FORBIDDEN, "no sandbox can have an image here")]
+    ("kind", "said"), [(USER, "sandboxes can use them"), (FORBIDDEN, "sandboxes cannot use images here")]
 )
 def test_doctor_says_whether_they_work(own: Path, kind: list[str], said: str) -> None:
     look = "from asyncrl.launch.machine import check_images; print(*check_images(None))"

@@ -294,8 +294,8 @@ def test_each_is_written_by_itself(
     ("changed", "said"),
     [
         ({"rollout": {}}, "set rollout.agent"),
-        ({"weights": {"adapters": False}}, "adapters alone"),
-        ({"weights": {"full_every": 2}}, "adapters alone"),
+        ({"weights": {"adapters": False}}, "contain only adapters"),
+        ({"weights": {"full_every": 2}}, "contain only adapters"),
         ({"engine": {"name": "sglang", "urls": ["http://a"]}}, "adapters=true"),
         ({"agents": {"a.b": {"lora_rank": 1}}}, "agents"),
         ({"agents": {"a": {"lora_rank": 0}}}, "lora_rank"),

@@ -204,7 +204,7 @@ async def test_a_server_that_finds_training_busy_is_not_touched_and_asks_again(s
         loader = WeightLoader("train", mock.Mock(), LONG, mock.AsyncMock(return_value=engine))
         loader.offer_version(ref)
         answer = await loader.load_next()
-        assert "training came to no pause" in answer.error
+        assert "training did not pause" in answer.error
         assert answer.postponed and not answer.process_failed
         assert server.calls == [] and sender.error is None
         with training(pause):
