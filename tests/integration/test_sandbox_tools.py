@@ -145,7 +145,9 @@ def test_schemas() -> None:
 
 
 def test_requirements_are_checked_when_tools_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="require has the unknown word 'wings'; use words of: network files"):
+    with pytest.raises(
+        ConfigError, match="require has the unknown word 'wings'; use words of: network files"
+    ):
         load_tools(["python"], {"python": {"require": "network wings"}})
     poor = Isolation(frozenset({"files"}), "[Errno 1] Operation not permitted")
     monkeypatch.setattr("asyncrl.isolation.sandbox.detection.detect_isolation", lambda: poor)

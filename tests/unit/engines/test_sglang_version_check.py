@@ -209,7 +209,9 @@ async def test_routes_are_needed_by_what_the_run_uses(config: RunConfig):
     async with scripted() as script:
         NewerServer(script, "/begin_weight_update", "/end_weight_update")
         await look_at_server(config, script.url)
-        with pytest.raises(ConfigError, match=r"it lacks /begin_weight_update, /end_weight_update; the tested version"):
+        with pytest.raises(
+            ConfigError, match=r"it lacks /begin_weight_update, /end_weight_update; the tested version"
+        ):
             await look_at_server(broadcasting, script.url)
 
 

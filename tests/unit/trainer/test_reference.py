@@ -191,7 +191,9 @@ def test_two_vocabularies_are_compared_by_classes_only(world: World, path: str, 
         found = policy(few_tokens(), teacher=reference.teacher(few_tokens(), "js", top_k)).divergence
         assert found is not None and (found > 0).all() and found.isfinite().all()
     config = exact(str(other), reference=path, where="loss", estimator="js", top_k=4)
-    with pytest.raises(ConfigError, match=rf"kl\.reference: .*{VOCABULARY} onward .*embeddings.{VOCABULARY + 8}"):
+    with pytest.raises(
+        ConfigError, match=rf"kl\.reference: .*{VOCABULARY} onward .*embeddings.{VOCABULARY + 8}"
+    ):
         load_reference(config, world, load_policy(config.model, world))
 
 
