@@ -261,6 +261,14 @@ def test_every_page_is_in_the_navigation() -> None:
     assert not [page for page in pages if f": {page}\n" not in nav]
 
 
+def test_pages_for_users_are_short_enough_to_read() -> None:
+    """A word has a letter or a digit: bars of tables are none. Pages for developers are not counted."""
+    parts = ("start", "guides", "reference", "background")
+    pages = [ROOT / "README.md", *(page for part in parts for page in (ROOT / "docs" / part).glob("*.md"))]
+    words = [word for page in pages for word in page.read_text().split() if re.search(r"[^\W_]", word)]
+    assert len(pages) > 25 and len(words) <= 60_000, len(words)
+
+
 def gpu_cells() -> list[str]:
     """What the table of parts says of a GPU, part by part."""
     table = (ROOT / "docs/dev/what_has_run.md").read_text().partition("| part | 2 CPU cores | a GPU |")[2]
