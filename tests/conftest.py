@@ -89,9 +89,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     marker = item.get_closest_marker("timeout")
     # pytest-timeout is not installed where tests of sandboxes run pytest inside a container.
     timeout = marker.args[0] if marker else item.config.getoption("timeout", 300.0)
-    faulthandler.dump_traceback_later(
-        timeout + SECONDS_TO_TEAR_DOWN, file=item.config.stash[REAL_STDERR], exit=True
-    )
+    if timeout and not item.config.getoption("usepdb"):
+        faulthandler.dump_traceback_later(
+            timeout + SECONDS_TO_TEAR_DOWN, file=item.config.stash[REAL_STDERR], exit=True
+        )
     try:
         return (yield)
     finally:

@@ -148,7 +148,10 @@ ARROWS = (
         (568, 368),
     ),
 )
-NOTE = "The launcher, asyncrl train, starts the processes, watches them and restarts what dies."
+NOTE_LINES = (
+    "The launcher, asyncrl train, starts the processes,",
+    "watches them and restarts what dies.",
+)
 
 
 def drawing(theme: Theme) -> str:
@@ -217,8 +220,8 @@ def legend_parts(theme: Theme) -> Iterator[str]:
         x = 590 + 150 * number
         yield f'<path d="M{x} 44 h26" stroke="{getattr(theme, kind)}" stroke-width="3"/>'
         yield text(x + 34, 49, meaning, theme.text, anchor="start", size=13)
-    yield text(590, 78, NOTE.partition(", watches")[0] + ",", theme.dim, anchor="start", size=13)
-    yield text(590, 97, "watches" + NOTE.partition(", watches")[2], theme.dim, anchor="start", size=13)
+    for number, line in enumerate(NOTE_LINES):
+        yield text(590, 78 + 19 * number, line, theme.dim, anchor="start", size=13)
 
 
 def text(

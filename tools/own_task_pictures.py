@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/pictures/own_task.md, by headless Chromium (apt-get install chromium).
+"""Makes the pictures of docs/start/own_task.md, by headless Chromium (apt-get install chromium).
 
 In the directory of the page's runs: python …/tools/own_task_pictures.py --out …/docs/pictures
 """

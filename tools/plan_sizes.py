@@ -91,7 +91,7 @@ def assumed(config: RunConfig, name: str, gpus: int) -> Rates:
 
 
 def main() -> None:
-    print("| recipe | s/step | lag | trainer idle | rollout idle | tokens/s sampled | limited by |")
+    print("| recipe | s/step | lag | trainer idle | rollout idle | tokens/s sampled | bottleneck |")
     print("|---|---|---|---|---|---|---|")
 
     for size, gpus, command in re.findall(

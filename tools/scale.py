@@ -368,7 +368,8 @@ def predict_run(assumptions: Assumptions, model: Model, gpus: int, whole: bool =
 
     loop_cost = fit_cost(MEASURED_LOADS, [load.loop_s for load in MEASURED_LOADS])
     encryption_cost = fit_cost(MEASURED_LOADS, [load.encryption_s for load in MEASURED_LOADS])
-    episode = assumptions.records, assumptions.payload_bytes
+    records = assumptions.records
+    payload_bytes = assumptions.payload_bytes
 
     in_flight = round(cells * cell.rollout.slots * cell.rollout.workers)
     workers = math.ceil(in_flight / assumptions.worker_slots)
@@ -381,9 +382,9 @@ def predict_run(assumptions: Assumptions, model: Model, gpus: int, whole: bool =
         in_flight=in_flight,
         forecast=forecast,
         episodes_per_s=episodes_per_s,
-        loop_cores=episodes_per_s * loop_cost.seconds(*episode),
+        loop_cores=episodes_per_s * loop_cost.seconds(records, payload_bytes),
         heartbeat_cores=HEARTBEATS_PER_SECOND * workers * engines * LISTED_SERVER_S,
-        encryption_cores=episodes_per_s * encryption_cost.seconds(*episode),
+        encryption_cores=episodes_per_s * encryption_cost.seconds(records, payload_bytes),
         records_per_s=episodes_per_s * assumptions.records,
         heartbeats_per_s=HEARTBEATS_PER_SECOND * (workers + engines + ranks),
         bytes_per_s=bytes_per_s,

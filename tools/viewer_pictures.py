@@ -39,11 +39,11 @@ PICTURES = {
 }  # address of each picture, and the condition that says the picture is drawn
 WIDTH = 1400  # pixels of the window
 OVERVIEW_HEIGHT = 866  # pixels: without the configuration
-MAX_COLORS = 256  # of a picture, which is a third as large so
+MAX_COLORS = 256  # of a picture; this makes it a third as large
 # Paths are shown as seen from the checkout: where it is says nothing about a run.
-RELATIVE_PATHS = f"""for (const one of document.querySelectorAll(".breakable"))
-    if (one.textContent.includes({json.dumps(f"{ROOT}/")}))
-        one.textContent = one.textContent.replaceAll({json.dumps(f"{ROOT}/")}, "");"""
+RELATIVE_PATHS = f"""for (const element of document.querySelectorAll(".breakable"))
+    if (element.textContent.includes({json.dumps(f"{ROOT}/")}))
+        element.textContent = element.textContent.replaceAll({json.dumps(f"{ROOT}/")}, "");"""
 
 
 async def save(tab: Tab, path: Path, height: int | None = None) -> None:

@@ -29,7 +29,7 @@ Add to any of these:
 
 Common keys (all of them, with bounds and meaning: docs/reference/configuration.md):
   name, run_dir, resume        location of the run; resume=auto continues from the last checkpoint
-  total_steps, seed            optimizer steps; seed of data order and sampling
+  total_steps, seed            batches to train; seed of data order and sampling
   model.path, data.train       a Hugging Face model directory or hub repository; data with verl's columns, or
   data.columns                 others: 'data.columns={prompt: question, ground_truth: answer}'
   rollout.tools, rollout.reward        names, module:function or file.py:function

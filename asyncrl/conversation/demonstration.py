@@ -68,7 +68,7 @@ def _turn_context(
     """Return the tokens before a turn in its row; None: the turn begins a row."""
     new_messages = history[answered_count:]
     if not new_messages:
-        raise ConfigError("an assistant message must answer a message before it")
+        raise ConfigError("an assistant message must follow the message that it answers")
 
     delta_ids = rules.chat.delta_ids(new_messages, turns[-1].generation.ids[-1]) if turns else None
     if turns and delta_ids is None and rules.config.history == "append":

@@ -339,7 +339,7 @@ def check_sandbox() -> None:
     try:
         check_isolation(" ".join(REQUIRED_ISOLATION))
     except ConfigError as error:
-        advice = f"{error}; with sandbox: none, the model can read and write what you can"
+        advice = f"{error}; or set sandbox: none, with which the model can read and write what you can"
         raise ConfigError(f"sandbox: jail is not possible: {advice}") from error
 
 

@@ -237,7 +237,9 @@ def _curve_table(state: ConsoleState, width: int) -> Table:
     """Return a table with a row per traced metric: label, curve of all steps so far, newest value."""
     table = Table.grid(padding=(0, 1, 0, 0))
     traced_names = [name for name in TRACED if state.history.get(name)]
-    newest_texts = {name: value_of(name, [*state.history[name].values()][-1]) for name in traced_names}
+    newest_texts = {
+        name: value_of(name, next(reversed(state.history[name].values()))) for name in traced_names
+    }
     gap_columns = 2  # between the three columns of the table
     taken_width = (
         max(map(len, map(label, traced_names)), default=0)

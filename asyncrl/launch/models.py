@@ -125,7 +125,9 @@ def resolve_lora_modules(config: RunConfig) -> list[str]:
             f"{', '.join(refused_kinds)} out, or for {key} set {cure}"
         )
     if not served_kinds:
-        raise ConfigError(f"{key}: SGLang supports adapters for no linear layer of {path}; set {cure}")
+        raise ConfigError(
+            f"{key}: SGLang does not support adapters for any linear layer of {path}; set {cure}"
+        )
 
     return chosen_kinds or served_kinds
 

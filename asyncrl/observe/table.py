@@ -103,6 +103,10 @@ def print_summary(
         lines = fit_terminal(printable(text), terminal.file)
         terminal.print(escape(lines), style=style, highlight=False, soft_wrap=True)
 
+    def print_command(text: str) -> None:
+        """Print a line to copy, which only the terminal wraps."""
+        terminal.print(escape(printable(text)), highlight=False, soft_wrap=True)
+
     outcome = outcome_line(summary, str(summary.get("outcome", "completed")))
     print_line(f"{run_dir.name}: {outcome}", style="bold")
 
@@ -126,15 +130,13 @@ def print_summary(
     checkpoints = Path(summary.get("checkpoints") or run_dir.absolute() / "checkpoints")
     export_directory = checkpoints / f"step-{summary['steps']}" / "hf"
     if summary.get("agents"):
-        merge_command = f"adapters: asyncrl merge {run_dir.name} OUT --adapters apart"
-        print_line(merge_command)
+        print_command(f"adapters: asyncrl merge {run_dir.name} OUT --adapters apart")
     elif export_directory.is_dir():
         print_line(f"model: {export_directory}")
 
     print_line(f"run: {run_dir.absolute()}")
     if not everything:
-        more_commands = f"more: asyncrl view {run_dir.name}; asyncrl runs show {run_dir.name} --all"
-        print_line(more_commands)
+        print_command(f"more: asyncrl view {run_dir.name}; asyncrl runs show {run_dir.name} --all")
 
 
 def asynchrony_line(summary: Mapping[str, Any]) -> str:

@@ -39,8 +39,10 @@ def shorten(text: str, width: int) -> str:
     a cut text."""
     if len(text) <= width:
         return text
+    if width <= 0:
+        return ""
     before_last_space = text[:width].rpartition(" ")[0].rstrip(" ,;:|")
-    return (before_last_space if len(before_last_space) > width // 2 else text[: max(0, width - 1)]) + "…"
+    return (before_last_space if len(before_last_space) > width // 2 else text[: width - 1]) + "…"
 
 
 def _wrapped_lines(line: str, width: int, hanging_indent: int) -> Iterator[str]:
@@ -49,7 +51,8 @@ def _wrapped_lines(line: str, width: int, hanging_indent: int) -> Iterator[str]:
         return
 
     own_indent = len(line) - len(line.lstrip(" "))
-    indent = " " * (own_indent + hanging_indent if width >= MIN_INDENTED_WIDTH else 0)
+    widest_indent = width // 2 if width >= MIN_INDENTED_WIDTH else 0
+    indent = " " * min(own_indent + hanging_indent, widest_indent)
     width = max(1, width)
     current = line[:own_indent]
     space = ""  # before the next piece, unless the piece begins a line
@@ -62,7 +65,8 @@ def _wrapped_lines(line: str, width: int, hanging_indent: int) -> Iterator[str]:
         if cell_len(current + space + piece) <= width:
             current += space + piece
         elif cell_len(indent + piece) <= width:
-            yield current.rstrip()
+            if current.strip():
+                yield current.rstrip()
             current = indent + piece
         else:  # wider than a line, so that the piece fills this line first
             first_width = max(0, width - cell_len(current + space))

@@ -70,7 +70,7 @@ class McpServer:
         def variable_value(match: re.Match[str]) -> str:
             value = os.environ.get(match[1], "")
             if not (value.isascii() and value.isprintable() and value):  # errors of httpx2 would quote it
-                raise ConfigError(f"the environment variable {match[1]} is not a valid header value; set it")
+                raise ConfigError(f"{match[1]} does not contain a valid header value; set it")
             return value
 
         return bearer_header(self.api_key_env) | {

@@ -8,7 +8,8 @@ from pathlib import Path
 PARTS = "123456789"
 PAIRS = [(part, number) for part in PARTS for number in range(1, 10)]  # of the ordered part and its stock
 random.Random(0).shuffle(PAIRS)
-HELD_OUT, SEEN = PAIRS[:16], PAIRS[16:]  # held-out pairs are in no row to train on
+HELD_OUT = PAIRS[:16]  # in no row to train on
+SEEN = PAIRS[16:]
 
 
 def order(seed: int, pairs: list = SEEN) -> dict:

@@ -5,7 +5,8 @@ COUNTED = 0.3  # for counting the ordered part
 
 def sold(ground_truth, extra_info):
     """Return the fraction of the ordered part that was sold; 0 if any other part was touched."""
-    before, after = extra_info["stock"], extra_info["agent_result"]["stock"]
+    before = extra_info["stock"]
+    after = extra_info["agent_result"]["stock"]
     if any(after[part] != before[part] for part in before.keys() - {ground_truth}):
         return 0.0
     return 1 - after[ground_truth] / before[ground_truth]

@@ -86,7 +86,9 @@ async def test_a_server_of_another_version_is_taken_if_it_takes_the_adapters_of_
     modules = [*KINDS, *FUSED_KINDS]
     config = replace(config, model=replace(config.model, lora_modules=modules))
     async with asyncio.timeout(240), in_use((await attach(config, server.url)).api):
-        [line] = [record.getMessage() for record in caplog.records if "tested is" in record.getMessage()]
+        [line] = [
+            record.getMessage() for record in caplog.records if "the tested version is" in record.getMessage()
+        ]
         assert line.endswith("a sampled request, the label of the weights, the list of adapters")
 
     config = replace(config, model=replace(config.model, lora_modules=[*modules, "kv_b_proj"]))

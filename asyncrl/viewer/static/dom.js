@@ -18,18 +18,18 @@ export function make(tag, attributes = {}, ...children) {
 
 /** [word, texts, meaning] of asyncrl/observe/words.yaml, and the meanings by text. */
 export const WORDS = JSON.parse(document.getElementById("words").textContent);
-export const MEANINGS = Object.fromEntries(WORDS.flatMap(([word, texts, meaning]) =>
-  texts.map((text) => [text, `${word}: ${meaning}`])));
+export const MEANINGS = Object.assign(Object.create(null), Object.fromEntries(
+  WORDS.flatMap(([word, texts, meaning]) => texts.map((text) => [text, `${word}: ${meaning}`]))));
 
 /** A text, with its meaning under the pointer if it has one. */
 export const explained = (text) =>
   (MEANINGS[text] ? make("abbr", { title: MEANINGS[text] }, text) : text);
 
-/** A path or a key that may go on in the next line after each of its separators, and only there. */
-export function breakable(text, separator = "/") {
-  const parts = String(text).split(separator);
+/** A path, which may continue on the next line after each slash. */
+export function breakable(text) {
+  const parts = String(text).split("/");
   return make("span", { class: "breakable" }, ...parts.flatMap((part, at) =>
-    (at < parts.length - 1 ? [part + separator, make("wbr")] : [part])));
+    (at < parts.length - 1 ? [part + "/", make("wbr")] : [part])));
 }
 
 /** A part that opens at a click; functions among its children are called then. */

@@ -101,7 +101,7 @@ def test_a_row_that_begins_anew_joins_a_continued_message_with_its_turn() -> Non
         (
             (ASK, ANSWER, ANSWER),
             (TOOL,),
-            "message 2: an assistant message must answer a message before it",
+            "message 2: an assistant message must follow the message that it answers",
         ),
         ((ANSWER, ASK), (TOOL,), "message 0: an assistant message must answer"),
         (TALK, (), "message 1: rollout.parser cannot read back the call of 'weather'"),
