@@ -214,7 +214,7 @@ class ServerSupervisor:
     async def _raise_at_exit(self, process: ServerProcess) -> NoReturn:
         """Wait for the process to end, then raise EngineError."""
         exit_code = await process.wait_ended()
-        raise EngineError(f"{self.name}: its server ended with code {exit_code}; its output is above")
+        raise EngineError(f"{self.name}: its server exited with code {exit_code}; its output is above")
 
     async def _watch_server(self, server: Attached) -> NoReturn:
         """Check the server for ever. Raises when the server is gone, or holds weights of another origin."""
