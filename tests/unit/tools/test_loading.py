@@ -131,10 +131,23 @@ def test_the_class_of_the_example_finds_and_counts(tmp_path: Path) -> None:
         re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1]
     )
     tools_of_class = load_tools([f"{file}:Warehouse"])
-    assert sorted(tools_of_class) == ["count", "find"]
-    sample = Sample(0, "", (), "null", extra_info_json='{"stock": {"tea": "B", "oats": "B"}}')
-    call = ToolCall("count", '{"shelf": "B"}')
+    assert sorted(tools_of_class) == ["count", "find", "move", "take"]
+    sample = Sample(0, "", (), "null", extra_info_json='{"shelf_of": {"1": 3, "2": 3}, "goal": {"1": 2}}')
+    call = ToolCall("count", '{"shelf": 3}')
     assert asyncio.run(call_tool(tools_of_class["count"], call, sample=sample)).content == "2"
+
+
+def test_the_tools_of_the_class_change_what_it_scores() -> None:
+    namespace: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1], namespace)
+    warehouse = namespace["Warehouse"]()
+    warehouse.reset(
+        Sample(0, "", (), "null", extra_info_json='{"shelf_of": {"1": 3, "2": 3}, "goal": {"1": 2}}')
+    )
+    assert (warehouse.find(1), warehouse.reward) == (3, 0.0)
+    warehouse.move(1, 2)
+    warehouse.take(2)
+    assert (warehouse.count(2), warehouse.reward) == (1, 1.0)
 
 
 def test_every_option_is_documented() -> None:
