@@ -23,7 +23,7 @@ class BufferConfig(Section, frozen=True):
     """Episodes per sample."""
     max_staleness: Count = 16
     """Maximum lag of every trained token, in optimizer batches. 0: synchronous. Only tokens of the slowest
-    episodes come near it; `target_staleness` sets the lag of the others."""
+    episodes come near this bound; `target_staleness` sets the lag of the others."""
     target_staleness: Annotated[float, Meta(ge=0)] | Literal["auto"] = "auto"
     """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: starts at min(1/2, max_staleness)
     and adapts after each batch to keep the trainer busy within `stale_budget`; at most 4, or max_staleness /
@@ -33,28 +33,28 @@ class BufferConfig(Section, frozen=True):
     or long episodes, a larger max_staleness costs less than a larger budget."""
     on_stale: Literal["mask", "hold", "drop"] = "mask"
     """What happens to tokens over max_staleness when a batch takes them: `mask` gives them weight zero,
-    `hold` makes the batch wait for groups that would exceed it, `drop` drops the trajectory."""
+    `hold` makes the batch wait for groups that would exceed the bound, and `drop` drops the trajectory."""
     group_policy: Literal["auto", "complete", "partial"] = "auto"
-    """`complete`: train a group when all of its members have ended. `partial`: at a deadline, train the
-    members that have ended, and late members when they end. auto: `partial` if the algorithm stays unbiased
-    with it and on_stale is mask, otherwise `complete`."""
+    """`complete`: train a group when all of its members have ended. `partial`: train the members that have
+    ended by a deadline, and late members when they end. auto: `partial` if the algorithm stays unbiased with
+    it and on_stale is mask, otherwise `complete`."""
     group_deadline: Seconds | Literal["auto"] = "auto"
     """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the baseline.
-    auto: the time in which half of the groups finish all of their members."""
+    auto: the time in which half of the groups complete all of their members."""
     filter_zero_variance: bool = True
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8
-    """Maximum filtered groups per batch, counted in batches; after that the batch is trained with the groups
-    it has."""
+    """Maximum number of filtered groups per batch, in units of batches; beyond this, the batch is trained
+    with the groups it has."""
     retire_pass_rate: Fraction = 1.0
-    """Do not draw samples again once their share of positive rewards in a group has reached this
+    """Stop drawing a sample once the share of positive rewards in its group has reached this value
     (no-positive-resampling); 1: off."""
     shift_fill: Fraction | Literal["auto"] = "auto"
     """With engine.colocated: share of a batch's groups that must be ready before the trainer gets the
     devices. auto: all, or those that are ready once no engine has sampled for as long as the last two changes
     took."""
     max_bytes: Positive = 1 << 30
-    """Admission stops if the worst-case payloads of live episodes would exceed this size."""
+    """Admission stops if the worst-case payloads of live episodes would exceed this number of bytes."""
 
     @property
     def batch_size(self) -> int:
@@ -115,16 +115,17 @@ class AlgorithmConfig(Section, frozen=True):
     entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of a bonus for entropy over the whole vocabulary."""
     steps_per_batch: Positive = 1
-    """Mini-batches per batch and epoch, one optimizer step each. More than one needs a barrier: the whole
-    batch must arrive before the first step."""
+    """Mini-batches per batch and epoch, with one optimizer step each. More than one needs a barrier: the
+    whole batch must arrive before the first step."""
     epochs: Positive = 1
     """Passes over a batch; more than one also needs the barrier."""
     prox: Literal["auto", "recompute", "loglinear", "current", "mu"] = "auto"
     """Source of log prox: recomputed at the start of the batch, interpolated between mu and pi, pi itself, or
-    mu (clips are then around mu, without a weight: verl's bypass mode). `auto`: `current` for one optimizer
-    step per batch, where it is exact, otherwise `recompute`."""
+    mu (clips are then centred on mu, without a weight: verl's bypass mode). `auto`: `current` for one
+    optimizer step per batch, where it is exact, otherwise `recompute`."""
     ess_lr: bool = False
-    """Scale the learning rate by the square root of the batch's effective sample share, at least 0.1."""
+    """Scale the learning rate by the square root of the batch's effective sample share, but by at least
+    0.1."""
 
 
 def described_recomputation(every: int) -> str:
@@ -161,15 +162,15 @@ class KLConfig(Section, frozen=True):
     coef: Annotated[float, Meta(ge=0)] = 1e-3
     """Initial coefficient."""
     target: Annotated[float, Meta(ge=0)] = 0.0
-    """KL per token to which the coefficient adapts; 0: fixed coefficient."""
+    """Target KL per token, to which the coefficient adapts; 0: fixed coefficient."""
     horizon: Positive = 10_000
     """Episodes over which the coefficient adapts to `target`."""
     reference: PathText = ""
-    """Model directory or hub repository of the reference; empty: the one in `scorers`, otherwise the initial
-    policy (with LoRA: the model without the adapter)."""
+    """Model directory or hub repository of the reference; empty: the reference in `scorers`, otherwise the
+    initial policy (with LoRA: the model without the adapter)."""
     prompt: str = ""
-    """Text in front of the first message that the reference reads, so that the policy, or another model,
-    teaches with a better prompt. `{ground_truth}` is replaced by that of the sample."""
+    """Text placed before the first message that the reference reads, so that the policy, or another model,
+    teaches with a better prompt. `{ground_truth}` is replaced by the ground truth of the sample."""
     offload: bool = False
     """Keep the reference's shards in main memory between its forward passes."""
 
@@ -226,25 +227,26 @@ class TrainerConfig(Section, frozen=True):
     there."""
     activation_checkpointing: Literal["auto", "none", "full"] | Positive = "auto"
     """Layers whose activations are recomputed in the backward pass: none, all, or every k-th. `auto`: on a
-    GPU the fewest that fit by the memory estimate, on a CPU none. More layers are recomputed after a rank has
-    run out of memory."""
+    GPU, as few as the memory estimate allows; on a CPU, none. More layers are recomputed after a rank has run
+    out of memory."""
     compile: bool = False
     """Compile each layer with torch.compile, once for all lengths; needs a C++ compiler on a CPU."""
     grad_clip: Annotated[float, Meta(ge=0)] = 1.0
     """Maximum gradient norm; 0: off."""
     on_spike: Literal["skip", "rollback", "stop"] = "skip"
-    """After a batch whose gradient norm is not finite or a spike: skip its optimizer step; drop its episodes,
-    with a recorded reason, and continue from the newest checkpoint with others; or end the run."""
+    """After a batch whose gradient norm is not finite or is a spike: skip its optimizer step; drop its
+    episodes, with a recorded reason, and continue from the newest checkpoint with other episodes; or end the
+    run."""
     spike_factor: Annotated[float, Meta(ge=0)] = 0.0
     """A norm above this many times the median of the last 32 batches is a spike; 0: off."""
     micro_batch_tokens: Positive = 8192
     """Tokens of one micro-batch (forward and backward), on one rank or on the ranks that share it. Padding
-    counts with `packing` padded; a shared prefix counts once with tree. A longer episode is a micro-batch by
-    itself."""
+    counts with `packing=padded`; a shared prefix counts once with `packing=tree`. A longer episode is a
+    micro-batch by itself."""
     packing: Packing = "tree"
     """padded: pad rows of a micro-batch to the longest. packed: concatenate them. tree: compute beginnings
-    that rows share once, with members of a group on one rank. If these would change the model's gradients,
-    the trainer pads instead, with a warning."""
+    that rows share once, with members of a group on one rank. If packed or tree would change the model's
+    gradients, the trainer pads instead, with a warning."""
     router_replay: bool = False
     """Mixture-of-experts models: train each token with the experts that the SGLang server selected when
     sampling it (R3)."""
@@ -269,12 +271,12 @@ class CheckpointConfig(Section, frozen=True):
 
     every: Count = 50
     """Steps between checkpoints; 0: one at every 1,000th step and one at the end. Turns since the newest
-    checkpoint stay on disk, since a resume needs them."""
+    checkpoint stay on disk, because a resume needs them."""
     keep: Positive = 2
     """Newest checkpoints to keep."""
     best: bool = False
-    """Also keep the checkpoint with the best validation, which scores the version published when the
-    validation began."""
+    """Also keep the checkpoint with the best validation. A validation scores the version that was published
+    when it began."""
     directory: PathText = ""
     """Parent of the run's checkpoint directory: an absolute path or an fsspec URL that all trainer ranks
     share; empty: the run directory."""
