@@ -365,8 +365,8 @@ class TrainerKeys(TypedDict, total=False):
     episode is a micro-batch by itself."""
     packing: Literal["padded", "packed", "tree"]
     """padded: pad rows of a micro-batch to the longest. packed: concatenate them. tree: compute
-    beginnings that rows share once, with members of a group on one rank. If packed or tree would change
-    the model's gradients, the trainer pads instead, with a warning."""
+    beginnings that rows share once, with members of a group on one rank. If `packed` or `tree` would
+    change the model's gradients, the trainer pads instead, with a warning."""
     router_replay: bool
     """Mixture-of-experts models: train each token with the experts that the SGLang server selected when
     sampling it (R3)."""

@@ -245,7 +245,7 @@ class TrainerConfig(Section, frozen=True):
     micro-batch by itself."""
     packing: Packing = "tree"
     """padded: pad rows of a micro-batch to the longest. packed: concatenate them. tree: compute beginnings
-    that rows share once, with members of a group on one rank. If packed or tree would change the model's
+    that rows share once, with members of a group on one rank. If `packed` or `tree` would change the model's
     gradients, the trainer pads instead, with a warning."""
     router_replay: bool = False
     """Mixture-of-experts models: train each token with the experts that the SGLang server selected when
