@@ -98,7 +98,7 @@ class RolloutKeys(TypedDict, total=False):
     """Episodes: sampling, limits, tools, environment, agent and reward."""
 
     workers: int
-    """Rollout worker processes."""
+    """Number of rollout worker processes."""
     slots: int
     """Episodes that one worker runs at once."""
     temperature: float
@@ -110,9 +110,9 @@ class RolloutKeys(TypedDict, total=False):
     """Token limit of a row, including prompt and tool replies. An episode has one row, unless its history
     is rewritten or branches."""
     max_turns: int
-    """Model turns per episode."""
+    """Maximum number of model turns in an episode."""
     max_calls: int
-    """Tool calls per episode."""
+    """Maximum number of tool calls in an episode."""
     max_bad_calls: int
     """Consecutive bad tool calls (malformed, unknown tool, wrong arguments) after which an episode
     ends."""
@@ -257,7 +257,7 @@ class AlgorithmKeys(TypedDict, total=False):
     aggregation: str
     """Aggregation of token losses into one number, exact over the whole batch."""
     shaping: Mapping[Any, Any]
-    """Changes to the reward before advantages, by name, each with its options."""
+    """Changes to the reward before advantages are computed, by name, each with its options."""
     mask_truncated: bool
     """Keep episodes that hit a limit out of the loss (overlong filtering); their reward stays in the
     baseline."""
@@ -284,11 +284,11 @@ class KLKeys(TypedDict, total=False):
     come from mu, or unweighted as in verl and TRL."""
     estimator: Literal["auto", "k1", "abs", "k2", "k3", "straight_through", "forward", "reverse", "js"]
     """Estimator per token. `straight_through`: value of k3, gradient of k2. `auto`: k1 in the reward, k2
-    in the loss, whose gradients are those of the KL. `forward`, `reverse`, `js` (loss only): KL(ref, pi),
-    KL(pi, ref) and Jensen-Shannon over the whole vocabulary."""
+    in the loss, whose gradients are those of the KL. `forward`, `reverse` and `js` (loss only): KL(ref,
+    pi), KL(pi, ref) and Jensen-Shannon over the whole vocabulary."""
     top_k: int
-    """forward, reverse, js: compare the reference's k most likely tokens, the sampled one and all others
-    together; 0: all tokens, which needs the reference in the trainer ranks."""
+    """forward, reverse, js: compare the reference's k most likely tokens, the sampled token, and all
+    other tokens as one class; 0: all tokens, which needs the reference in the trainer ranks."""
     coef: float
     """Initial coefficient."""
     target: float
@@ -306,7 +306,7 @@ class KLKeys(TypedDict, total=False):
     """Keep the reference's shards in main memory between its forward passes."""
 
 class CriticKeys(TypedDict, total=False):
-    """Value function, a separate model, trained if the advantage needs values (gae)."""
+    """The value function: a separate model, trained only if the advantage needs values (gae)."""
 
     path: str | PathLike[str]
     """Model directory or hub repository from which the critic starts; empty: model.path."""
@@ -329,7 +329,8 @@ class TrainerKeys(TypedDict, total=False):
     lr: float
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"]
-    """Schedule of the learning rate after warm-up, by step, down to `lr_end` * lr at `total_steps`."""
+    """Schedule of the learning rate after warm-up, step by step, down to `lr_end` * lr at
+    `total_steps`."""
     lr_end: float
     """Final learning rate as a fraction of the peak."""
     warmup_steps: int
@@ -405,7 +406,7 @@ class WeightsKeys(TypedDict, total=False):
     deadline: float
     """An engine that has not loaded a version within this time is reported and gets the newest one."""
     transport: Literal["disk", "collective"]
-    """`disk`: files. `collective` (sglang only): broadcast through a process group per server."""
+    """`disk`: through files. `collective` (sglang only): broadcast through a process group per server."""
     full_every: int
     """disk: publish every k-th version in full, and for the others only the changed bytes, compressed."""
     bucket_bytes: int
@@ -426,15 +427,15 @@ class ValidationKeys(TypedDict, total=False):
     every: int
     """Steps between further validations during training; 0: none."""
     samples: int
-    """Held-out samples per validation, each sampled as in training and greedily; 0: no validation."""
+    """Held-out samples per validation, each answered as in training and greedily; 0: no validation."""
     episodes: int
     """Episodes per held-out sample that are sampled as in training; 2 or more add `mean@k`, `pass@k` and
     `maj@k`."""
     greedy: bool
     """Also answer each held-out sample with greedy decoding."""
     success: float
-    """An episode succeeds if its score (or `acc`, if the reward reports one) is at least this. Set it for
-    scores outside 0 to 1. The mean score is also reported."""
+    """An episode succeeds if its score (or `acc`, if the reward reports one) is at least this value. Set
+    it for scores outside 0 to 1. The mean score is also reported."""
 
 class ObserveKeys(TypedDict, total=False):
     """Console and trackers."""
@@ -475,7 +476,7 @@ class LaunchKeys(TypedDict, total=False):
     """Maximum restarts per role before the run ends. A restart no longer counts after 10 minutes in which
     a step was completed."""
     threads: int
-    """OpenMP threads of each worker (for an embedded engine) and trainer rank. More threads than cores
+    """OpenMP threads in each worker (for an embedded engine) and trainer rank. More threads than cores
     slow each other down."""
     lease: float
     """A worker that is silent for this long loses its episodes. An embedded engine is silent during a

@@ -218,9 +218,9 @@ def gmpo(tokens: LossInput, *, clip_low: Positive = 0.4, clip_high: Positive = 0
     """L = −sg(w)·sA, s = exp(mean over the episode of c), c = min(log u, clip_high) where A > 0, else max(log
     u, −clip_low), u = π/prox (GMPO, arXiv 2507.20673).
 
-    The bounds on log-ratios of tokens are one-sided; a token beyond its bound has no gradient. If tokens of
-    an episode differ in A or w, each keeps its own, unlike in verl's geo_mean, which takes the mean of A and
-    the geometric mean of w.
+    The bounds on log-ratios of tokens are one-sided; a token beyond its bound has no gradient. If the tokens
+    of an episode differ in A or w, each token keeps its own, unlike in verl's geo_mean, which takes the mean
+    of A and the geometric mean of w.
 
     Use: long episodes with several optimizer steps per batch and aggregation seq_mean_token_mean; staleness 0
     to 4.

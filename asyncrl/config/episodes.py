@@ -22,7 +22,7 @@ class RolloutConfig(Section, frozen=True):
     """Episodes: sampling, limits, tools, environment, agent and reward."""
 
     workers: Positive = 1
-    """Rollout worker processes."""
+    """Number of rollout worker processes."""
     slots: Positive = 64
     """Episodes that one worker runs at once."""
     temperature: Annotated[float, Meta(gt=0)] = 1.0
@@ -34,9 +34,9 @@ class RolloutConfig(Section, frozen=True):
     """Token limit of a row, including prompt and tool replies. An episode has one row, unless its history is
     rewritten or branches."""
     max_turns: Positive = 16
-    """Model turns per episode."""
+    """Maximum number of model turns in an episode."""
     max_calls: Positive = 64
-    """Tool calls per episode."""
+    """Maximum number of tool calls in an episode."""
     max_bad_calls: Positive = 3
     """Consecutive bad tool calls (malformed, unknown tool, wrong arguments) after which an episode ends."""
     max_reply_tokens: Positive = 2048
@@ -151,12 +151,12 @@ class ValidationConfig(Section, frozen=True):
     every: Count = 0
     """Steps between further validations during training; 0: none."""
     samples: Count = 256
-    """Held-out samples per validation, each sampled as in training and greedily; 0: no validation."""
+    """Held-out samples per validation, each answered as in training and greedily; 0: no validation."""
     episodes: Positive = 1
     """Episodes per held-out sample that are sampled as in training; 2 or more add `mean@k`, `pass@k` and
     `maj@k`."""
     greedy: bool = True
     """Also answer each held-out sample with greedy decoding."""
     success: float = 1.0
-    """An episode succeeds if its score (or `acc`, if the reward reports one) is at least this. Set it for
-    scores outside 0 to 1. The mean score is also reported."""
+    """An episode succeeds if its score (or `acc`, if the reward reports one) is at least this value. Set it
+    for scores outside 0 to 1. The mean score is also reported."""

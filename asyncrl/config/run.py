@@ -120,7 +120,7 @@ class WeightsConfig(Section, frozen=True):
     deadline: Seconds = 60.0
     """An engine that has not loaded a version within this time is reported and gets the newest one."""
     transport: Literal["disk", "collective"] = "disk"
-    """`disk`: files. `collective` (sglang only): broadcast through a process group per server."""
+    """`disk`: through files. `collective` (sglang only): broadcast through a process group per server."""
     full_every: Positive = 1
     """disk: publish every k-th version in full, and for the others only the changed bytes, compressed."""
     bucket_bytes: Annotated[int, Meta(ge=1 << 10)] = 256 << 20
@@ -176,7 +176,7 @@ class LaunchConfig(Section, frozen=True):
     """Maximum restarts per role before the run ends. A restart no longer counts after 10 minutes in which a
     step was completed."""
     threads: Positive = 1
-    """OpenMP threads of each worker (for an embedded engine) and trainer rank. More threads than cores slow
+    """OpenMP threads in each worker (for an embedded engine) and trainer rank. More threads than cores slow
     each other down."""
     lease: Seconds = 30.0
     """A worker that is silent for this long loses its episodes. An embedded engine is silent during a weight
@@ -197,7 +197,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     name: Text
     """Name of the run; its directory is `<run_dir>/<name>`."""
     run_dir: RequiredPath = "runs"
-    """Parent of run directories, on a local disk."""
+    """Parent directory of run directories, on a local disk."""
     seed: int = 0
     """Seed for data order, sampling and initialisation."""
     total_steps: Count = 100

@@ -108,7 +108,7 @@ class AlgorithmConfig(Section, frozen=True):
     aggregation: Text = "token_mean"
     """Aggregation of token losses into one number, exact over the whole batch."""
     shaping: dict[str, Options] = {}
-    """Changes to the reward before advantages, by name, each with its options."""
+    """Changes to the reward before advantages are computed, by name, each with its options."""
     mask_truncated: bool = False
     """Keep episodes that hit a limit out of the loss (overlong filtering); their reward stays in the
     baseline."""
@@ -154,11 +154,11 @@ class KLConfig(Section, frozen=True):
         "auto"
     )
     """Estimator per token. `straight_through`: value of k3, gradient of k2. `auto`: k1 in the reward, k2 in
-    the loss, whose gradients are those of the KL. `forward`, `reverse`, `js` (loss only): KL(ref, pi), KL(pi,
-    ref) and Jensen-Shannon over the whole vocabulary."""
+    the loss, whose gradients are those of the KL. `forward`, `reverse` and `js` (loss only): KL(ref, pi),
+    KL(pi, ref) and Jensen-Shannon over the whole vocabulary."""
     top_k: Annotated[int, Meta(ge=0, le=256)] = 0
-    """forward, reverse, js: compare the reference's k most likely tokens, the sampled one and all others
-    together; 0: all tokens, which needs the reference in the trainer ranks."""
+    """forward, reverse, js: compare the reference's k most likely tokens, the sampled token, and all other
+    tokens as one class; 0: all tokens, which needs the reference in the trainer ranks."""
     coef: Annotated[float, Meta(ge=0)] = 1e-3
     """Initial coefficient."""
     target: Annotated[float, Meta(ge=0)] = 0.0
@@ -185,7 +185,7 @@ class KLConfig(Section, frozen=True):
 
 
 class CriticConfig(Section, frozen=True):
-    """Value function, a separate model, trained if the advantage needs values (gae)."""
+    """The value function: a separate model, trained only if the advantage needs values (gae)."""
 
     path: PathText = ""
     """Model directory or hub repository from which the critic starts; empty: model.path."""
@@ -209,7 +209,7 @@ class TrainerConfig(Section, frozen=True):
     lr: Annotated[float, Meta(gt=0)] = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule of the learning rate after warm-up, by step, down to `lr_end` * lr at `total_steps`."""
+    """Schedule of the learning rate after warm-up, step by step, down to `lr_end` * lr at `total_steps`."""
     lr_end: Fraction = 0.1
     """Final learning rate as a fraction of the peak."""
     warmup_steps: Count = 0
