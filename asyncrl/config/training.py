@@ -37,15 +37,15 @@ class BufferConfig(Section, frozen=True):
     group_policy: Literal["auto", "complete", "partial"] = "auto"
     """`complete`: train a group when all of its members have ended. `partial`: train the members that have
     ended by a deadline, and late members when they end. auto: `partial` if the algorithm stays unbiased with
-    it and on_stale is mask, otherwise `complete`."""
+    partial groups and on_stale is mask, otherwise `complete`."""
     group_deadline: Seconds | Literal["auto"] = "auto"
     """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the baseline.
     auto: the time in which half of the groups complete all of their members."""
     filter_zero_variance: bool = True
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8
-    """Maximum number of filtered groups per batch, in units of batches; beyond this, the batch is trained
-    with the groups it has."""
+    """Maximum number of filtered groups per batch, in units of batches; beyond this number, the batch is
+    trained with the groups that are ready."""
     retire_pass_rate: Fraction = 1.0
     """Stop drawing a sample once the share of positive rewards in its group has reached this value
     (no-positive-resampling); 1: off."""
