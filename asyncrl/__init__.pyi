@@ -183,9 +183,9 @@ class EngineKeys(TypedDict, total=False):
     """sglang: command that starts a server; default: this Python with `-m sglang.launch_server`."""
     colocated: int
     """Number of engines that share the trainer's devices, one side at a time: engines release KV cache
-    and weights while the trainer trains, and the trainer's state is in main memory while they sample. 0:
-    none; otherwise it must be the number of all engines: `servers` with sglang, `rollout.workers` with
-    torch. `trainer.ranks` must be at least this number (times `tp`)."""
+    and weights while the trainer trains, and the trainer's state is in main memory while the engines
+    sample. 0: none; otherwise it must be the number of all engines: `servers` with sglang,
+    `rollout.workers` with torch. `trainer.ranks` must be at least this number (times `tp`)."""
     api_key_env: str
     """sglang: environment variable with the API key of the servers; empty: no key."""
     admin_key_env: str
@@ -222,7 +222,7 @@ class BufferKeys(TypedDict, total=False):
     unbiased with partial groups and on_stale is mask, otherwise `complete`."""
     group_deadline: float | Literal["auto"]
     """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the
-    baseline. auto: the time in which half of the groups complete all of their members."""
+    baseline. auto: the median time that groups take for all of their members to end."""
     filter_zero_variance: bool
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: int
@@ -233,8 +233,8 @@ class BufferKeys(TypedDict, total=False):
     (no-positive-resampling); 1: off."""
     shift_fill: float | Literal["auto"]
     """With engine.colocated: share of a batch's groups that must be ready before the trainer gets the
-    devices. auto: all, or those that are ready once no engine has sampled for as long as the last two
-    changes took."""
+    devices. auto: all groups, or the groups that are ready once no engine has sampled for as long as the
+    last two changes took."""
     max_bytes: int
     """Admission stops if the worst-case payloads of live episodes would exceed this number of bytes."""
 
@@ -246,14 +246,14 @@ class AlgorithmKeys(TypedDict, total=False):
     """Advantage: a name, `module:function` or `file.py:function`, e.g. with options `{gae: {gamma: 0.99,
     lam: 0.95}}`."""
     normalise: Literal["auto", "none", "batch_std", "nonzero", "whiten", "whiten_running"]
-    """Scaling of advantages by the batch; `auto`: as the advantage defines it."""
+    """Scaling of advantages over the batch; `auto`: as defined by the advantage."""
     loss: Code
     """Policy loss: a name, `module:function` or `file.py:function`, e.g. with options `{ppo: {clip_high:
     0.28}}`."""
     correction: Mapping[Any, Any] | None
     """Behaviour correction: rules on rho by name, each with its options, e.g. `{mask: {low: 0.5}}`; null:
-    `mask` and `truncate`, or nothing for a loss that contains pi/mu. `{}`: none, refused for stale
-    data."""
+    `mask` and `truncate`, or no rule for a loss that contains pi/mu. `{}`: no rule, which is refused for
+    stale data."""
     aggregation: str
     """Aggregation of token losses into one number, exact over the whole batch."""
     shaping: Mapping[Any, Any]
@@ -273,19 +273,19 @@ class AlgorithmKeys(TypedDict, total=False):
     itself, or mu (clips are then centred on mu, without a weight: verl's bypass mode). `auto`: `current`
     for one optimizer step per batch, where it is exact, otherwise `recompute`."""
     ess_lr: bool
-    """Scale the learning rate by the square root of the batch's effective sample share, but by at least
-    0.1."""
+    """Scale the learning rate by the square root of the batch's effective sample share, but by no less
+    than 0.1."""
 
 class KLKeys(TypedDict, total=False):
     """Distance to a reference policy."""
 
     where: Literal["none", "reward", "loss", "loss_unweighted"]
-    """Subtract coef * KL from the token rewards, or add it to the loss: weighted by rho, since tokens
-    come from mu, or unweighted as in verl and TRL."""
+    """`reward`: subtract coef * KL from the token rewards. `loss`: add it to the loss, weighted by rho,
+    because the tokens come from mu. `loss_unweighted`: add it without this weight, as verl and TRL do."""
     estimator: Literal["auto", "k1", "abs", "k2", "k3", "straight_through", "forward", "reverse", "js"]
-    """Estimator per token. `straight_through`: value of k3, gradient of k2. `auto`: k1 in the reward, k2
-    in the loss, whose gradients are those of the KL. `forward`, `reverse` and `js` (loss only): KL(ref,
-    pi), KL(pi, ref) and Jensen-Shannon over the whole vocabulary."""
+    """Estimator per token. `straight_through`: the value of k3 with the gradient of k2. `auto`: k1 in the
+    reward, k2 in the loss, whose gradients are those of the KL. `forward`, `reverse` and `js` (loss
+    only): KL(ref, pi), KL(pi, ref) and Jensen-Shannon over the whole vocabulary."""
     top_k: int
     """forward, reverse, js: compare the reference's k most likely tokens, the sampled token, and all
     other tokens as one class; 0: all tokens, which needs the reference in the trainer ranks."""
@@ -294,7 +294,7 @@ class KLKeys(TypedDict, total=False):
     target: float
     """Target KL per token, to which the coefficient adapts; 0: fixed coefficient."""
     horizon: int
-    """Episodes over which the coefficient adapts to `target`."""
+    """Number of episodes over which the coefficient adapts to `target`."""
     reference: str | PathLike[str]
     """Model directory or hub repository of the reference; empty: the reference in `scorers`, otherwise
     the initial policy (with LoRA: the model without the adapter)."""
@@ -313,7 +313,7 @@ class CriticKeys(TypedDict, total=False):
     lr: float
     """Peak learning rate; the schedule is the policy's."""
     warmup_steps: int
-    """Initial batches that train only the critic."""
+    """Number of initial batches that train only the critic."""
     clip: float
     """Range of the value clip around the value at the start of the batch; 0: off."""
 
@@ -323,9 +323,11 @@ class TrainerKeys(TypedDict, total=False):
     ranks: int
     """Number of trainer processes."""
     replicas: int
-    """Copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), to reduce traffic."""
+    """Number of copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), to reduce
+    traffic."""
     sequence_parallel: int
-    """Ranks that share each micro-batch, with a part of its packed rows each (Ulysses), for long rows."""
+    """Number of ranks that share each micro-batch, each with a part of its packed rows (Ulysses), for
+    long rows."""
     lr: float
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"]
@@ -341,8 +343,8 @@ class TrainerKeys(TypedDict, total=False):
     """Weight decay; AdamW's is decoupled."""
     optimizer: Code
     """A registered name, or a class or function that builds an optimizer from parameters, `lr` and
-    options, e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`. It also receives `betas` and `weight_decay` if
-    it accepts them."""
+    options, e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`. The optimizer also receives `betas` and
+    `weight_decay` if it accepts these."""
     offload_optimizer: bool
     """Keep the shards of weights, gradients and optimizer state in main memory, and run the optimizer
     there."""
@@ -365,8 +367,8 @@ class TrainerKeys(TypedDict, total=False):
     Padding counts with `packing=padded`; a shared prefix counts once with `packing=tree`. A longer
     episode is a micro-batch by itself."""
     packing: Literal["padded", "packed", "tree"]
-    """padded: pad rows of a micro-batch to the longest. packed: concatenate them. tree: compute
-    beginnings that rows share once, with members of a group on one rank. If `packed` or `tree` would
+    """padded: pad rows of a micro-batch to the longest. packed: concatenate them. tree: compute each
+    shared beginning of rows only once, with members of a group on one rank. If `packed` or `tree` would
     change the model's gradients, the trainer pads instead, with a warning."""
     router_replay: bool
     """Mixture-of-experts models: train each token with the experts that the SGLang server selected when
@@ -376,10 +378,10 @@ class CheckpointKeys(TypedDict, total=False):
     """Checkpoints and the exports in them."""
 
     every: int
-    """Steps between checkpoints; 0: one at every 1,000th step and one at the end. Turns since the newest
-    checkpoint stay on disk, because a resume needs them."""
+    """Steps between checkpoints; 0: a checkpoint at every 1,000th step and at the end. Turns since the
+    newest checkpoint stay on disk, because a resume needs them."""
     keep: int
-    """Newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     best: bool
     """Also keep the checkpoint with the best validation. A validation scores the version that was
     published when it began."""
@@ -391,8 +393,8 @@ class StoreKeys(TypedDict, total=False):
     """The run's store: states, plans and turns of its episodes."""
 
     keep_bytes: int
-    """Bytes of turns to keep for `asyncrl replay` and `regrade` after a resume no longer needs them,
-    newest first, in segments of 64 MB."""
+    """Bytes of the newest turns to keep for `asyncrl replay` and `regrade` once a resume no longer needs
+    these turns, in segments of 64 MB."""
 
 class WeightsKeys(TypedDict, total=False):
     """How new versions reach the engines."""
@@ -400,20 +402,21 @@ class WeightsKeys(TypedDict, total=False):
     every: int
     """Publish after every k-th step."""
     directory: str | PathLike[str]
-    """`shm`: files in /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room. Versions
+    """`shm`: files in /dev/shm; `run`: in the run directory; `auto`: /dev/shm if there is room. Versions
     are copied to other machines. An absolute path must be shared by all machines; the run creates a
     directory in it."""
     deadline: float
-    """An engine that has not loaded a version within this time is reported and gets the newest one."""
+    """An engine that has not loaded a version within this time is reported and gets the newest
+    version."""
     transport: Literal["disk", "collective"]
     """`disk`: through files. `collective` (sglang only): broadcast through a process group per server."""
     full_every: int
-    """disk: publish every k-th version in full, and for the others only the changed bytes, compressed."""
+    """disk: publish every k-th version in full, and only the changed bytes of the others, compressed."""
     bucket_bytes: int
     """Approximate size of the buckets in which tensors are gathered, written and broadcast."""
     mode: Literal["in_place", "retract", "abort"]
-    """sglang: requests in progress at an update keep their KV cache, recompute it, or are aborted and
-    resumed."""
+    """sglang: requests in progress at an update keep their KV cache (`in_place`), recompute it
+    (`retract`), or are aborted and resumed (`abort`)."""
     rolling: bool
     """Update servers one after another, so that generation never stops on all servers at once."""
     adapters: Literal["auto"] | bool
@@ -422,7 +425,7 @@ class WeightsKeys(TypedDict, total=False):
     by the run if `agents` have adapters."""
 
 class ValidationKeys(TypedDict, total=False):
-    """Held-out episodes at one fixed version, through the same workers, before and after training."""
+    """Held-out episodes at one fixed version, run by the same workers, before and after training."""
 
     every: int
     """Steps between further validations during training; 0: none."""
@@ -464,20 +467,21 @@ class LaunchKeys(TypedDict, total=False):
     """Ray: resource that machines of a role must have, as set by `ray start --resources='{"NAME": 1}'` or
     Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
     gpus: Mapping[Any, Any]
-    """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two workers on one GPU. Other roles: one
-    per rank, `tp` per server, one per worker with an embedded engine if `model.device` is cuda."""
+    """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two workers on one GPU. Other roles get
+    one GPU per rank, `tp` per server, and one per worker with an embedded engine if `model.device` is
+    cuda."""
     host: str
     """Address of this machine that the coordinator binds to and all other processes connect to.
     `0.0.0.0`: the coordinator binds to all addresses, and the others connect to the address of the
     default route."""
     port: int
-    """Control port; the next two are for bulk data and weights. 0: free ports."""
+    """Control port; the next two ports are for bulk data and weights. 0: use free ports."""
     restarts: int
-    """Maximum restarts per role before the run ends. A restart no longer counts after 10 minutes in which
-    a step was completed."""
+    """Maximum number of restarts per role before the run ends. A restart no longer counts after 10
+    minutes in which a step was completed."""
     threads: int
-    """OpenMP threads in each worker (for an embedded engine) and trainer rank. More threads than cores
-    slow each other down."""
+    """OpenMP threads in each worker (for an embedded engine) and trainer rank. Threads slow each other
+    down if there are more threads than cores."""
     lease: float
     """A worker that is silent for this long loses its episodes. An embedded engine is silent during a
     weight swap."""

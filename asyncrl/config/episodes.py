@@ -123,8 +123,8 @@ class EngineConfig(Section, frozen=True):
     """sglang: command that starts a server; default: this Python with `-m sglang.launch_server`."""
     colocated: Count = 0
     """Number of engines that share the trainer's devices, one side at a time: engines release KV cache and
-    weights while the trainer trains, and the trainer's state is in main memory while they sample. 0: none;
-    otherwise it must be the number of all engines: `servers` with sglang, `rollout.workers` with torch.
+    weights while the trainer trains, and the trainer's state is in main memory while the engines sample. 0:
+    none; otherwise it must be the number of all engines: `servers` with sglang, `rollout.workers` with torch.
     `trainer.ranks` must be at least this number (times `tp`)."""
     api_key_env: str = ""
     """sglang: environment variable with the API key of the servers; empty: no key."""
@@ -146,7 +146,7 @@ class EngineConfig(Section, frozen=True):
 
 
 class ValidationConfig(Section, frozen=True):
-    """Held-out episodes at one fixed version, through the same workers, before and after training."""
+    """Held-out episodes at one fixed version, run by the same workers, before and after training."""
 
     every: Count = 0
     """Steps between further validations during training; 0: none."""

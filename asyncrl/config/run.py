@@ -114,20 +114,20 @@ class WeightsConfig(Section, frozen=True):
     every: Positive = 1
     """Publish after every k-th step."""
     directory: RequiredPath = "auto"
-    """`shm`: files in /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room. Versions are
+    """`shm`: files in /dev/shm; `run`: in the run directory; `auto`: /dev/shm if there is room. Versions are
     copied to other machines. An absolute path must be shared by all machines; the run creates a directory in
     it."""
     deadline: Seconds = 60.0
-    """An engine that has not loaded a version within this time is reported and gets the newest one."""
+    """An engine that has not loaded a version within this time is reported and gets the newest version."""
     transport: Literal["disk", "collective"] = "disk"
     """`disk`: through files. `collective` (sglang only): broadcast through a process group per server."""
     full_every: Positive = 1
-    """disk: publish every k-th version in full, and for the others only the changed bytes, compressed."""
+    """disk: publish every k-th version in full, and only the changed bytes of the others, compressed."""
     bucket_bytes: Annotated[int, Meta(ge=1 << 10)] = 256 << 20
     """Approximate size of the buckets in which tensors are gathered, written and broadcast."""
     mode: Literal["in_place", "retract", "abort"] = "in_place"
-    """sglang: requests in progress at an update keep their KV cache, recompute it, or are aborted and
-    resumed."""
+    """sglang: requests in progress at an update keep their KV cache (`in_place`), recompute it (`retract`),
+    or are aborted and resumed (`abort`)."""
     rolling: bool = True
     """Update servers one after another, so that generation never stops on all servers at once."""
     adapters: Literal["auto"] | bool = "auto"
@@ -165,19 +165,19 @@ class LaunchConfig(Section, frozen=True):
     """Ray: resource that machines of a role must have, as set by `ray start --resources='{"NAME": 1}'` or
     Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
     gpus: dict[Literal["engine", "rollout", "scorer", "trainer"], Annotated[float, Meta(ge=0)]] = {}
-    """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two workers on one GPU. Other roles: one per
-    rank, `tp` per server, one per worker with an embedded engine if `model.device` is cuda."""
+    """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two workers on one GPU. Other roles get one
+    GPU per rank, `tp` per server, and one per worker with an embedded engine if `model.device` is cuda."""
     host: Text = "127.0.0.1"
     """Address of this machine that the coordinator binds to and all other processes connect to. `0.0.0.0`:
     the coordinator binds to all addresses, and the others connect to the address of the default route."""
     port: Annotated[int, Meta(ge=0, le=65533)] = 0
-    """Control port; the next two are for bulk data and weights. 0: free ports."""
+    """Control port; the next two ports are for bulk data and weights. 0: use free ports."""
     restarts: Count = 5
-    """Maximum restarts per role before the run ends. A restart no longer counts after 10 minutes in which a
-    step was completed."""
+    """Maximum number of restarts per role before the run ends. A restart no longer counts after 10 minutes in
+    which a step was completed."""
     threads: Positive = 1
-    """OpenMP threads in each worker (for an embedded engine) and trainer rank. More threads than cores slow
-    each other down."""
+    """OpenMP threads in each worker (for an embedded engine) and trainer rank. Threads slow each other down
+    if there are more threads than cores."""
     lease: Seconds = 30.0
     """A worker that is silent for this long loses its episodes. An embedded engine is silent during a weight
     swap."""

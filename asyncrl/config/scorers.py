@@ -26,8 +26,8 @@ class ScorerConfig(Section, frozen=True):
     """Model directory or hub repository from which servers are started; with `urls`, the path is only
     compared with the servers' model."""
     urls: list[str] = []
-    """Attach to these servers instead of starting any. `[engines]`: the run's engines score with the base of
-    their adapters."""
+    """Attach to these servers instead of starting any. `[engines]`: the run's engines score with the base
+    model of their adapters."""
     servers: Positive = 1
     """Number of servers to start."""
     tp: Positive = 1

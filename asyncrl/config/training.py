@@ -40,7 +40,7 @@ class BufferConfig(Section, frozen=True):
     partial groups and on_stale is mask, otherwise `complete`."""
     group_deadline: Seconds | Literal["auto"] = "auto"
     """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the baseline.
-    auto: the time in which half of the groups complete all of their members."""
+    auto: the median time that groups take for all of their members to end."""
     filter_zero_variance: bool = True
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8
@@ -51,8 +51,8 @@ class BufferConfig(Section, frozen=True):
     (no-positive-resampling); 1: off."""
     shift_fill: Fraction | Literal["auto"] = "auto"
     """With engine.colocated: share of a batch's groups that must be ready before the trainer gets the
-    devices. auto: all, or those that are ready once no engine has sampled for as long as the last two changes
-    took."""
+    devices. auto: all groups, or the groups that are ready once no engine has sampled for as long as the last
+    two changes took."""
     max_bytes: Positive = 1 << 30
     """Admission stops if the worst-case payloads of live episodes would exceed this number of bytes."""
 
@@ -98,13 +98,14 @@ class AlgorithmConfig(Section, frozen=True):
     """Advantage: a name, `module:function` or `file.py:function`, e.g. with options `{gae: {gamma: 0.99, lam:
     0.95}}`."""
     normalise: Literal["auto", "none", "batch_std", "nonzero", "whiten", "whiten_running"] = "auto"
-    """Scaling of advantages by the batch; `auto`: as the advantage defines it."""
+    """Scaling of advantages over the batch; `auto`: as defined by the advantage."""
     loss: Plugin = "reinforce"
     """Policy loss: a name, `module:function` or `file.py:function`, e.g. with options `{ppo: {clip_high:
     0.28}}`."""
     correction: dict[str, Options] | None = None
     """Behaviour correction: rules on rho by name, each with its options, e.g. `{mask: {low: 0.5}}`; null:
-    `mask` and `truncate`, or nothing for a loss that contains pi/mu. `{}`: none, refused for stale data."""
+    `mask` and `truncate`, or no rule for a loss that contains pi/mu. `{}`: no rule, which is refused for
+    stale data."""
     aggregation: Text = "token_mean"
     """Aggregation of token losses into one number, exact over the whole batch."""
     shaping: dict[str, Options] = {}
@@ -124,7 +125,7 @@ class AlgorithmConfig(Section, frozen=True):
     mu (clips are then centred on mu, without a weight: verl's bypass mode). `auto`: `current` for one
     optimizer step per batch, where it is exact, otherwise `recompute`."""
     ess_lr: bool = False
-    """Scale the learning rate by the square root of the batch's effective sample share, but by at least
+    """Scale the learning rate by the square root of the batch's effective sample share, but by no less than
     0.1."""
 
 
@@ -148,14 +149,14 @@ class KLConfig(Section, frozen=True):
     """Distance to a reference policy."""
 
     where: Literal["none", "reward", "loss", "loss_unweighted"] = "none"
-    """Subtract coef * KL from the token rewards, or add it to the loss: weighted by rho, since tokens come
-    from mu, or unweighted as in verl and TRL."""
+    """`reward`: subtract coef * KL from the token rewards. `loss`: add it to the loss, weighted by rho,
+    because the tokens come from mu. `loss_unweighted`: add it without this weight, as verl and TRL do."""
     estimator: Literal["auto", "k1", "abs", "k2", "k3", "straight_through", "forward", "reverse", "js"] = (
         "auto"
     )
-    """Estimator per token. `straight_through`: value of k3, gradient of k2. `auto`: k1 in the reward, k2 in
-    the loss, whose gradients are those of the KL. `forward`, `reverse` and `js` (loss only): KL(ref, pi),
-    KL(pi, ref) and Jensen-Shannon over the whole vocabulary."""
+    """Estimator per token. `straight_through`: the value of k3 with the gradient of k2. `auto`: k1 in the
+    reward, k2 in the loss, whose gradients are those of the KL. `forward`, `reverse` and `js` (loss only):
+    KL(ref, pi), KL(pi, ref) and Jensen-Shannon over the whole vocabulary."""
     top_k: Annotated[int, Meta(ge=0, le=256)] = 0
     """forward, reverse, js: compare the reference's k most likely tokens, the sampled token, and all other
     tokens as one class; 0: all tokens, which needs the reference in the trainer ranks."""
@@ -164,7 +165,7 @@ class KLConfig(Section, frozen=True):
     target: Annotated[float, Meta(ge=0)] = 0.0
     """Target KL per token, to which the coefficient adapts; 0: fixed coefficient."""
     horizon: Positive = 10_000
-    """Episodes over which the coefficient adapts to `target`."""
+    """Number of episodes over which the coefficient adapts to `target`."""
     reference: PathText = ""
     """Model directory or hub repository of the reference; empty: the reference in `scorers`, otherwise the
     initial policy (with LoRA: the model without the adapter)."""
@@ -192,7 +193,7 @@ class CriticConfig(Section, frozen=True):
     lr: Annotated[float, Meta(gt=0)] = 1e-5
     """Peak learning rate; the schedule is the policy's."""
     warmup_steps: Count = 0
-    """Initial batches that train only the critic."""
+    """Number of initial batches that train only the critic."""
     clip: Annotated[float, Meta(ge=0)] = 0.2
     """Range of the value clip around the value at the start of the batch; 0: off."""
 
@@ -203,9 +204,11 @@ class TrainerConfig(Section, frozen=True):
     ranks: Positive = 1
     """Number of trainer processes."""
     replicas: Positive = 1
-    """Copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), to reduce traffic."""
+    """Number of copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), to reduce
+    traffic."""
     sequence_parallel: Positive = 1
-    """Ranks that share each micro-batch, with a part of its packed rows each (Ulysses), for long rows."""
+    """Number of ranks that share each micro-batch, each with a part of its packed rows (Ulysses), for long
+    rows."""
     lr: Annotated[float, Meta(gt=0)] = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -220,8 +223,8 @@ class TrainerConfig(Section, frozen=True):
     """Weight decay; AdamW's is decoupled."""
     optimizer: Plugin = "adamw"
     """A registered name, or a class or function that builds an optimizer from parameters, `lr` and options,
-    e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`. It also receives `betas` and `weight_decay` if it accepts
-    them."""
+    e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`. The optimizer also receives `betas` and `weight_decay` if
+    it accepts these."""
     offload_optimizer: bool = False
     """Keep the shards of weights, gradients and optimizer state in main memory, and run the optimizer
     there."""
@@ -244,9 +247,9 @@ class TrainerConfig(Section, frozen=True):
     counts with `packing=padded`; a shared prefix counts once with `packing=tree`. A longer episode is a
     micro-batch by itself."""
     packing: Packing = "tree"
-    """padded: pad rows of a micro-batch to the longest. packed: concatenate them. tree: compute beginnings
-    that rows share once, with members of a group on one rank. If `packed` or `tree` would change the model's
-    gradients, the trainer pads instead, with a warning."""
+    """padded: pad rows of a micro-batch to the longest. packed: concatenate them. tree: compute each shared
+    beginning of rows only once, with members of a group on one rank. If `packed` or `tree` would change the
+    model's gradients, the trainer pads instead, with a warning."""
     router_replay: bool = False
     """Mixture-of-experts models: train each token with the experts that the SGLang server selected when
     sampling it (R3)."""
@@ -262,18 +265,18 @@ class StoreConfig(Section, frozen=True):
     """The run's store: states, plans and turns of its episodes."""
 
     keep_bytes: Count = 1 << 30
-    """Bytes of turns to keep for `asyncrl replay` and `regrade` after a resume no longer needs them, newest
-    first, in segments of 64 MB."""
+    """Bytes of the newest turns to keep for `asyncrl replay` and `regrade` once a resume no longer needs
+    these turns, in segments of 64 MB."""
 
 
 class CheckpointConfig(Section, frozen=True):
     """Checkpoints and the exports in them."""
 
     every: Count = 50
-    """Steps between checkpoints; 0: one at every 1,000th step and one at the end. Turns since the newest
+    """Steps between checkpoints; 0: a checkpoint at every 1,000th step and at the end. Turns since the newest
     checkpoint stay on disk, because a resume needs them."""
     keep: Positive = 2
-    """Newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     best: bool = False
     """Also keep the checkpoint with the best validation. A validation scores the version that was published
     when it began."""
