@@ -60,43 +60,45 @@ class ModelKeys(TypedDict, total=False):
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_modules: Sequence[str]
     """Linear layers to adapt, by the last part of their names, e.g. `[q_proj, v_proj]`; empty: all in the
-    text part, except those that servers do not accept as separate adapters."""
+    text part, except the kinds for which servers do not accept separate adapters."""
 
 class DataKeys(TypedDict, total=False):
     """Prompts, in the columns that verl uses or in others."""
 
     train: str | PathLike[str] | Sequence[str | PathLike[str] | Mapping[str, Any]]
     """Training samples: a file (parquet, jsonl, json, csv), a directory of tasks, a glob pattern, or a
-    hub data set `hf:OWNER/NAME:CONFIG:SPLIT`; or a list of these, all with weights `{path, weight}` or
-    none."""
+    hub data set `hf:OWNER/NAME:CONFIG:SPLIT`; or a list of these, in which either all have weights
+    (`{path, weight}`) or none."""
     test: str | PathLike[str] | Sequence[str | PathLike[str]]
     """Held-out samples, given like `train`, without weights; empty: no validation."""
     columns: Mapping[Any, Any]
     """Columns that hold the parts of a sample, e.g. `{prompt: question, ground_truth: answer.value}`."""
     dataset: Code
-    """Custom reader, `module:class` or `file.py:class`: called with the path of each source, it gives an
-    iterable of rows; empty: the readers of the formats above."""
+    """Custom reader, `module:class` or `file.py:class`: called with the path of each source, it returns
+    an iterable of rows; empty: the readers of the formats above."""
     system_prompt: str
     """System message for prompts without one."""
     filter_overlong: bool
     """Leave out prompts after which `rollout.max_tokens` has no room for a turn of
     `rollout.max_new_tokens`, and demonstrations that are longer. If false, the checks before the start
-    warn of them."""
+    warn about them."""
     order: Code
     """Custom order of samples in an epoch, `module:function` or `file.py:function`: called with the
-    samples, the numbers of those drawn, and the epoch, it returns the numbers in their new order."""
+    samples, the numbers of the samples drawn, and the epoch, it returns these numbers in their new
+    order."""
     shuffle: bool
-    """Reshuffle the samples in each epoch, by `seed`."""
+    """Reshuffle the samples in each epoch, as determined by `seed`."""
     epochs: int
     """Passes over the training samples; 0: as many as `total_steps` needs."""
     at_end: Literal["flush", "drop"]
-    """When the data ends with less than a batch live: train a short batch, or drop it (`end_of_data`)."""
+    """When the data ends and fewer groups are live than a batch needs: train them as a short batch, or
+    drop them (`end_of_data`)."""
 
 class RolloutKeys(TypedDict, total=False):
     """Episodes: sampling, limits, tools, environment, agent and reward."""
 
     workers: int
-    """Rollout worker processes."""
+    """Number of rollout worker processes."""
     slots: int
     """Episodes that one worker runs at once."""
     temperature: float
@@ -108,34 +110,35 @@ class RolloutKeys(TypedDict, total=False):
     """Token limit of a row, including prompt and tool replies. An episode has one row, unless its history
     is rewritten or branches."""
     max_turns: int
-    """Model turns per episode."""
+    """Maximum number of model turns in an episode."""
     max_calls: int
-    """Tool calls per episode."""
+    """Maximum number of tool calls in an episode."""
     max_bad_calls: int
     """Consecutive bad tool calls (malformed, unknown tool, wrong arguments) after which an episode
     ends."""
     max_reply_tokens: int
-    """Token limit of a tool reply or an environment message; longer ones are cut."""
+    """Token limit of a tool reply or an environment message; longer texts are cut."""
     cut_replies: Literal["head", "middle", "tail"]
     """Part that is cut out of an overlong tool reply."""
     history: Literal["append", "fork", "fold"]
-    """If a chat template rewrites earlier turns: `append` refuses it, `fork` and `fold` begin a new row.
-    A full row ends the episode; with `fold` it continues in a new row without the oldest tool replies."""
+    """If a chat template rewrites earlier turns, `append` refuses the template, but `fork` and `fold`
+    begin a new row. A full row ends the episode; with `fold`, the episode continues in a new row without
+    the oldest tool replies."""
     max_rows: int
-    """Maximum rows of one episode, with `history` `fork` or `fold`, or with an agent."""
+    """Maximum rows of one episode, with `history=fork`, `history=fold` or an agent."""
     tools: Sequence[str | PathLike[str]]
     """Tools: registered names, `module:function`, `file.py:function`, or a folder of such files."""
     tool_args: Mapping[Any, Any]
     """Constructor arguments by tool, e.g. `{calculator: {latency_mean: 0.3}}`."""
     tool_timeout: float
-    """Deadline of one tool call, after which the episode continues with an error reply, and of one
-    environment step, unless the tool or environment sets its own."""
+    """Deadline for one tool call, after which the episode continues with an error reply, and for one
+    environment step, unless the tool or environment sets its own deadline."""
     parser: str
     """Format of the model's tool calls."""
     environment: Code
     """Environment that answers turns without tool calls (a game, a simulated user): a name,
-    `module:class` or `file.py:class`, e.g. with options `{gymnasium: {id: FrozenLake-v1}}`; empty: such a
-    turn is the answer."""
+    `module:class` or `file.py:class`, e.g. with options `{gymnasium: {id: FrozenLake-v1}}`; empty: a turn
+    without tool calls is the answer."""
     agent: Code
     """Program that drives the episode through an endpoint with OpenAI's and Anthropic's APIs: a coding
     agent (`{claude_code: {}}`), `{command: {line: python agent.py}}`, `module:function` or
@@ -145,19 +148,19 @@ class RolloutKeys(TypedDict, total=False):
     address. Use addresses other than 127.0.0.1 in private networks only: nothing is encrypted."""
     untrained_agents: Sequence[str | PathLike[str]]
     """Requests of an agent whose turns are not trained (titles, commit messages): names or globs of their
-    `model`, or `module:function` or `file.py:function` of a request. They have their own limits, as large
-    as `max_turns` and `max_rows`."""
+    `model`, or a function of the request, `module:function` or `file.py:function`. These requests have
+    their own limits, as large as `max_turns` and `max_rows`."""
     reward: Code
     """Reward function (with verl's signature, or called with one trajectory): a name, `module:function`
-    or `file.py:function`; or several, e.g. `{gsm8k: {}, format: {weight: 0.2}}`."""
+    or `file.py:function`; or several of these, e.g. `{gsm8k: {}, format: {weight: 0.2}}`."""
     reward_timeout: float
-    """Deadline of one reward call, after which the episode fails with `reward_error`."""
+    """Deadline for one reward call, after which the episode fails with `reward_error`."""
     part_seconds: float
     """A longer turn is made durable in parts of this many seconds, so that a lost worker loses less than
     one part. A value above `episode_timeout` turns this off."""
     episode_timeout: float
     """Time limit of one episode, which then ends and is scored, or fails if no turn has finished. An
-    episode that continues after a loss has the remaining time."""
+    episode that continues after the loss of its worker has the remaining time."""
     retries: int
     """Further attempts at an episode that failed through no fault of the policy. Lost workers and
     servers, and stops of the run, do not count."""
@@ -174,15 +177,15 @@ class EngineKeys(TypedDict, total=False):
     tp: int
     """sglang: tensor-parallel size of a server (GPUs per server)."""
     server_args: Mapping[Any, Any]
-    """sglang: further arguments of started servers, without `--`, e.g. `{mem-fraction-static: 0.4}`
-    (default 0.85) if the trainer shares the GPU."""
+    """sglang: further arguments for servers that the run starts, without `--`, e.g.
+    `{mem-fraction-static: 0.4}` (default 0.85) if the trainer shares the GPU."""
     server_command: Sequence[str]
     """sglang: command that starts a server; default: this Python with `-m sglang.launch_server`."""
     colocated: int
     """Number of engines that share the trainer's devices, one side at a time: engines release KV cache
-    and weights while the trainer trains, and the trainer's state is in main memory while they sample. 0:
-    none; otherwise it must be all engines: `servers` with sglang and `rollout.workers` with torch.
-    `trainer.ranks` must be at least this number (times `tp`)."""
+    and weights while the trainer trains, and the trainer's state is in main memory while the engines
+    sample. 0: none; otherwise it must be the number of all engines: `servers` with sglang,
+    `rollout.workers` with torch. `trainer.ranks` must be at least this number (times `tp`)."""
     api_key_env: str
     """sglang: environment variable with the API key of the servers; empty: no key."""
     admin_key_env: str
@@ -201,7 +204,7 @@ class BufferKeys(TypedDict, total=False):
     """Episodes per sample."""
     max_staleness: int
     """Maximum lag of every trained token, in optimizer batches. 0: synchronous. Only tokens of the
-    slowest episodes come near it; `target_staleness` sets the lag of the others."""
+    slowest episodes come near this bound; `target_staleness` sets the lag of the others."""
     target_staleness: float | Literal["auto"]
     """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: starts at min(1/2,
     max_staleness) and adapts after each batch to keep the trainer busy within `stale_budget`; at most 4,
@@ -211,28 +214,29 @@ class BufferKeys(TypedDict, total=False):
     tools or long episodes, a larger max_staleness costs less than a larger budget."""
     on_stale: Literal["mask", "hold", "drop"]
     """What happens to tokens over max_staleness when a batch takes them: `mask` gives them weight zero,
-    `hold` makes the batch wait for groups that would exceed it, `drop` drops the trajectory."""
+    `hold` makes the batch wait for groups that would exceed the bound, and `drop` drops the
+    trajectory."""
     group_policy: Literal["auto", "complete", "partial"]
-    """`complete`: train a group when all of its members have ended. `partial`: at a deadline, train the
-    members that have ended, and late members when they end. auto: `partial` if the algorithm stays
-    unbiased with it and on_stale is mask, otherwise `complete`."""
+    """`complete`: train a group when all of its members have ended. `partial`: train the members that
+    have ended by a deadline, and late members when they end. auto: `partial` if the algorithm stays
+    unbiased with partial groups and on_stale is mask, otherwise `complete`."""
     group_deadline: float | Literal["auto"]
     """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the
-    baseline. auto: the time in which half of the groups finish all of their members."""
+    baseline. auto: the median time that groups take for all of their members to end."""
     filter_zero_variance: bool
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: int
-    """Maximum filtered groups per batch, counted in batches; after that the batch is trained with the
-    groups it has."""
+    """Maximum number of filtered groups per batch, in units of batches; beyond this number, the batch is
+    trained with the groups that are ready."""
     retire_pass_rate: float
-    """Do not draw samples again once their share of positive rewards in a group has reached this
+    """Stop drawing a sample once the share of positive rewards in its group has reached this value
     (no-positive-resampling); 1: off."""
     shift_fill: float | Literal["auto"]
     """With engine.colocated: share of a batch's groups that must be ready before the trainer gets the
-    devices. auto: all, or those that are ready once no engine has sampled for as long as the last two
-    changes took."""
+    devices. auto: all groups, or the groups that are ready once no engine has sampled for as long as the
+    last two changes took."""
     max_bytes: int
-    """Admission stops if the worst-case payloads of live episodes would exceed this size."""
+    """Admission stops if the worst-case payloads of live episodes would exceed this number of bytes."""
 
 class AlgorithmKeys(TypedDict, total=False):
     """Advantages, loss and behaviour correction. Names, options and when to use them:
@@ -242,72 +246,74 @@ class AlgorithmKeys(TypedDict, total=False):
     """Advantage: a name, `module:function` or `file.py:function`, e.g. with options `{gae: {gamma: 0.99,
     lam: 0.95}}`."""
     normalise: Literal["auto", "none", "batch_std", "nonzero", "whiten", "whiten_running"]
-    """Scaling of advantages by the batch; `auto`: as the advantage defines it."""
+    """Scaling of advantages over the batch; `auto`: as defined by the advantage."""
     loss: Code
     """Policy loss: a name, `module:function` or `file.py:function`, e.g. with options `{ppo: {clip_high:
     0.28}}`."""
     correction: Mapping[Any, Any] | None
     """Behaviour correction: rules on rho by name, each with its options, e.g. `{mask: {low: 0.5}}`; null:
-    `mask` and `truncate`, or nothing for a loss that contains pi/mu. `{}`: none, refused for stale
-    data."""
+    `mask` and `truncate`, or no rule for a loss that contains pi/mu. `{}`: no rule, which is refused for
+    stale data."""
     aggregation: str
     """Aggregation of token losses into one number, exact over the whole batch."""
     shaping: Mapping[Any, Any]
-    """Changes to the reward before advantages, by name, each with its options."""
+    """Changes to the reward before advantages are computed, by name, each with its options."""
     mask_truncated: bool
     """Keep episodes that hit a limit out of the loss (overlong filtering); their reward stays in the
     baseline."""
     entropy_coef: float
     """Weight of a bonus for entropy over the whole vocabulary."""
     steps_per_batch: int
-    """Mini-batches per batch and epoch, one optimizer step each. More than one needs a barrier: the whole
-    batch must arrive before the first step."""
+    """Mini-batches per batch and epoch, with one optimizer step each. More than one needs a barrier: the
+    whole batch must arrive before the first step."""
     epochs: int
     """Passes over a batch; more than one also needs the barrier."""
     prox: Literal["auto", "recompute", "loglinear", "current", "mu"]
     """Source of log prox: recomputed at the start of the batch, interpolated between mu and pi, pi
-    itself, or mu (clips are then around mu, without a weight: verl's bypass mode). `auto`: `current` for
-    one optimizer step per batch, where it is exact, otherwise `recompute`."""
+    itself, or mu (clips are then centred on mu, without a weight: verl's bypass mode). `auto`: `current`
+    for one optimizer step per batch, where it is exact, otherwise `recompute`."""
     ess_lr: bool
-    """Scale the learning rate by the square root of the batch's effective sample share, at least 0.1."""
+    """Scale the learning rate by the square root of the batch's effective sample share, but by no less
+    than 0.1."""
 
 class KLKeys(TypedDict, total=False):
     """Distance to a reference policy."""
 
     where: Literal["none", "reward", "loss", "loss_unweighted"]
-    """Subtract coef * KL from the token rewards, or add it to the loss: weighted by rho, since tokens
-    come from mu, or unweighted as in verl and TRL."""
+    """`reward`: subtract coef * KL from the token rewards. `loss`: add it to the loss, weighted by rho,
+    because the tokens come from mu. `loss_unweighted`: add it without this weight, as verl and TRL do."""
     estimator: Literal["auto", "k1", "abs", "k2", "k3", "straight_through", "forward", "reverse", "js"]
-    """Estimator per token. `straight_through`: value of k3, gradient of k2. `auto`: k1 in the reward, k2
-    in the loss, whose gradients are those of the KL. `forward`, `reverse`, `js` (loss only): KL(ref, pi),
-    KL(pi, ref) and Jensen-Shannon over the whole vocabulary."""
+    """Estimator per token. `straight_through`: the value of k3 with the gradient of k2. `auto`: k1 in the
+    reward, k2 in the loss, whose gradients are those of the KL. `forward`, `reverse` and `js` (loss
+    only): KL(ref, pi), KL(pi, ref) and Jensen-Shannon over the whole vocabulary."""
     top_k: int
-    """forward, reverse, js: compare the reference's k most likely tokens, the sampled one and all others
-    together; 0: all tokens, which needs the reference in the trainer ranks."""
+    """forward, reverse, js: compare the reference's k most likely tokens, the sampled token, and all
+    other tokens as one class; 0: all tokens, which needs the reference in the trainer ranks."""
     coef: float
     """Initial coefficient."""
     target: float
-    """KL per token to which the coefficient adapts; 0: fixed coefficient."""
+    """Target KL per token, to which the coefficient adapts; 0: fixed coefficient."""
     horizon: int
-    """Episodes over which the coefficient adapts to `target`."""
+    """Number of episodes over which the coefficient adapts to `target`."""
     reference: str | PathLike[str]
-    """Model directory or hub repository of the reference; empty: the one in `scorers`, otherwise the
-    initial policy (with LoRA: the model without the adapter)."""
+    """Model directory or hub repository of the reference; empty: the reference in `scorers`, otherwise
+    the initial policy (with LoRA: the model without the adapter)."""
     prompt: str
-    """Text in front of the first message that the reference reads, so that the policy, or another model,
-    teaches with a better prompt. `{ground_truth}` is replaced by that of the sample."""
+    """Text placed before the first message that the reference reads, so that the policy, or another
+    model, teaches with a better prompt. `{ground_truth}` is replaced by the ground truth of the
+    sample."""
     offload: bool
     """Keep the reference's shards in main memory between its forward passes."""
 
 class CriticKeys(TypedDict, total=False):
-    """Value function, a separate model, trained if the advantage needs values (gae)."""
+    """The value function: a separate model, trained only if the advantage needs values (gae)."""
 
     path: str | PathLike[str]
     """Model directory or hub repository from which the critic starts; empty: model.path."""
     lr: float
     """Peak learning rate; the schedule is the policy's."""
     warmup_steps: int
-    """Initial batches that train only the critic."""
+    """Number of initial batches that train only the critic."""
     clip: float
     """Range of the value clip around the value at the start of the batch; 0: off."""
 
@@ -317,13 +323,16 @@ class TrainerKeys(TypedDict, total=False):
     ranks: int
     """Number of trainer processes."""
     replicas: int
-    """Copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), to reduce traffic."""
+    """Number of copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), to reduce
+    traffic."""
     sequence_parallel: int
-    """Ranks that share each micro-batch, with a part of its packed rows each (Ulysses), for long rows."""
+    """Number of ranks that share each micro-batch, each with a part of its packed rows (Ulysses), for
+    long rows."""
     lr: float
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"]
-    """Schedule of the learning rate after warm-up, by step, down to `lr_end` * lr at `total_steps`."""
+    """Schedule of the learning rate after warm-up, step by step, down to `lr_end` * lr at
+    `total_steps`."""
     lr_end: float
     """Final learning rate as a fraction of the peak."""
     warmup_steps: int
@@ -334,33 +343,33 @@ class TrainerKeys(TypedDict, total=False):
     """Weight decay; AdamW's is decoupled."""
     optimizer: Code
     """A registered name, or a class or function that builds an optimizer from parameters, `lr` and
-    options, e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`. It also receives `betas` and `weight_decay` if
-    it accepts them."""
+    options, e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`. The optimizer also receives `betas` and
+    `weight_decay` if it accepts these."""
     offload_optimizer: bool
     """Keep the shards of weights, gradients and optimizer state in main memory, and run the optimizer
     there."""
     activation_checkpointing: Literal["auto", "none", "full"] | int
     """Layers whose activations are recomputed in the backward pass: none, all, or every k-th. `auto`: on
-    a GPU the fewest that fit by the memory estimate, on a CPU none. More layers are recomputed after a
-    rank has run out of memory."""
+    a GPU, as few as the memory estimate allows; on a CPU, none. More layers are recomputed after a rank
+    has run out of memory."""
     compile: bool
     """Compile each layer with torch.compile, once for all lengths; needs a C++ compiler on a CPU."""
     grad_clip: float
     """Maximum gradient norm; 0: off."""
     on_spike: Literal["skip", "rollback", "stop"]
-    """After a batch whose gradient norm is not finite or a spike: skip its optimizer step; drop its
-    episodes, with a recorded reason, and continue from the newest checkpoint with others; or end the
-    run."""
+    """After a batch whose gradient norm is not finite or is a spike: skip its optimizer step; drop its
+    episodes, with a recorded reason, and continue from the newest checkpoint with other episodes; or end
+    the run."""
     spike_factor: float
     """A norm above this many times the median of the last 32 batches is a spike; 0: off."""
     micro_batch_tokens: int
     """Tokens of one micro-batch (forward and backward), on one rank or on the ranks that share it.
-    Padding counts with `packing` padded; a shared prefix counts once with tree. A longer episode is a
-    micro-batch by itself."""
+    Padding counts with `packing=padded`; a shared prefix counts once with `packing=tree`. A longer
+    episode is a micro-batch by itself."""
     packing: Literal["padded", "packed", "tree"]
-    """padded: pad rows of a micro-batch to the longest. packed: concatenate them. tree: compute
-    beginnings that rows share once, with members of a group on one rank. If these would change the
-    model's gradients, the trainer pads instead, with a warning."""
+    """padded: pad rows of a micro-batch to the longest. packed: concatenate them. tree: compute each
+    shared beginning of rows only once, with members of a group on one rank. If `packed` or `tree` would
+    change the model's gradients, the trainer pads instead, with a warning."""
     router_replay: bool
     """Mixture-of-experts models: train each token with the experts that the SGLang server selected when
     sampling it (R3)."""
@@ -369,13 +378,13 @@ class CheckpointKeys(TypedDict, total=False):
     """Checkpoints and the exports in them."""
 
     every: int
-    """Steps between checkpoints; 0: one at every 1,000th step and one at the end. Turns since the newest
-    checkpoint stay on disk, since a resume needs them."""
+    """Steps between checkpoints; 0: a checkpoint at every 1,000th step and at the end. Turns since the
+    newest checkpoint stay on disk, because a resume needs them."""
     keep: int
-    """Newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     best: bool
-    """Also keep the checkpoint with the best validation, which scores the version published when the
-    validation began."""
+    """Also keep the checkpoint with the best validation. A validation scores the version that was
+    published when it began."""
     directory: str | PathLike[str]
     """Parent of the run's checkpoint directory: an absolute path or an fsspec URL that all trainer ranks
     share; empty: the run directory."""
@@ -384,8 +393,8 @@ class StoreKeys(TypedDict, total=False):
     """The run's store: states, plans and turns of its episodes."""
 
     keep_bytes: int
-    """Bytes of turns to keep for `asyncrl replay` and `regrade` after a resume no longer needs them,
-    newest first, in segments of 64 MB."""
+    """Bytes of the newest turns to keep for `asyncrl replay` and `regrade` once a resume no longer needs
+    these turns, in segments of 64 MB."""
 
 class WeightsKeys(TypedDict, total=False):
     """How new versions reach the engines."""
@@ -393,20 +402,21 @@ class WeightsKeys(TypedDict, total=False):
     every: int
     """Publish after every k-th step."""
     directory: str | PathLike[str]
-    """`shm`: files in /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room. Versions
-    are copied to other machines. Or an absolute path that all machines share, in which the run creates a
-    directory."""
+    """`shm`: files in /dev/shm; `run`: in the run directory; `auto`: /dev/shm if there is room. Versions
+    are copied to other machines. An absolute path must be shared by all machines; the run creates a
+    directory in it."""
     deadline: float
-    """An engine that has not loaded a version within this time is reported and gets the newest one."""
+    """An engine that has not loaded a version within this time is reported and gets the newest
+    version."""
     transport: Literal["disk", "collective"]
-    """`disk`: files. `collective` (sglang only): broadcast through a process group per server."""
+    """`disk`: through files. `collective` (sglang only): broadcast through a process group per server."""
     full_every: int
-    """disk: publish every k-th version in full, and for the others only the changed bytes, compressed."""
+    """disk: publish every k-th version in full, and only the changed bytes of the others, compressed."""
     bucket_bytes: int
     """Approximate size of the buckets in which tensors are gathered, written and broadcast."""
     mode: Literal["in_place", "retract", "abort"]
-    """sglang: requests in progress at an update keep their KV cache, recompute it, or are aborted and
-    resumed."""
+    """sglang: requests in progress at an update keep their KV cache (`in_place`), recompute it
+    (`retract`), or are aborted and resumed (`abort`)."""
     rolling: bool
     """Update servers one after another, so that generation never stops on all servers at once."""
     adapters: Literal["auto"] | bool
@@ -415,20 +425,20 @@ class WeightsKeys(TypedDict, total=False):
     by the run if `agents` have adapters."""
 
 class ValidationKeys(TypedDict, total=False):
-    """Held-out episodes at one fixed version, through the same workers, before and after training."""
+    """Held-out episodes at one fixed version, run by the same workers, before and after training."""
 
     every: int
     """Steps between further validations during training; 0: none."""
     samples: int
-    """Held-out samples per validation, each sampled as in training and greedily; 0: no validation."""
+    """Held-out samples per validation, each answered as in training and greedily; 0: no validation."""
     episodes: int
     """Episodes per held-out sample that are sampled as in training; 2 or more add `mean@k`, `pass@k` and
     `maj@k`."""
     greedy: bool
     """Also answer each held-out sample with greedy decoding."""
     success: float
-    """An episode succeeds if its score (or `acc`, if the reward reports one) is at least this. Set it for
-    scores outside 0 to 1. The mean score is also reported."""
+    """An episode succeeds if its score (or `acc`, if the reward reports one) is at least this value. Set
+    it for scores outside 0 to 1. The mean score is also reported."""
 
 class ObserveKeys(TypedDict, total=False):
     """Console and trackers."""
@@ -454,22 +464,24 @@ class LaunchKeys(TypedDict, total=False):
     ray_address: str
     """Ray cluster to use; empty: start a local one."""
     pools: Mapping[Any, Any]
-    """Ray: resource that machines of a role must have, from `ray start --resources='{"NAME": 1}'` or
+    """Ray: resource that machines of a role must have, as set by `ray start --resources='{"NAME": 1}'` or
     Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
     gpus: Mapping[Any, Any]
-    """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two workers on one GPU. Other roles: one
-    per rank, `tp` per server, one per worker with an embedded engine if `model.device` is cuda."""
+    """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two workers on one GPU. Other roles get
+    one GPU per rank, `tp` per server, and one per worker with an embedded engine if `model.device` is
+    cuda."""
     host: str
     """Address of this machine that the coordinator binds to and all other processes connect to.
-    `0.0.0.0`: it binds to all addresses, and the others connect to that of the default route."""
+    `0.0.0.0`: the coordinator binds to all addresses, and the others connect to the address of the
+    default route."""
     port: int
-    """Control port; the next two are for bulk data and weights. 0: free ports."""
+    """Control port; the next two ports are for bulk data and weights. 0: use free ports."""
     restarts: int
-    """Maximum restarts per role before the run ends. A restart no longer counts after 10 minutes with a
-    completed step."""
+    """Maximum number of restarts per role before the run ends. A restart no longer counts after 10
+    minutes in which a step was completed."""
     threads: int
-    """OpenMP threads of each worker (for an embedded engine) and trainer rank. More threads than cores
-    slow each other down."""
+    """OpenMP threads in each worker (for an embedded engine) and trainer rank. Threads slow each other
+    down if there are more threads than cores."""
     lease: float
     """A worker that is silent for this long loses its episodes. An embedded engine is silent during a
     weight swap."""
@@ -477,8 +489,8 @@ class LaunchKeys(TypedDict, total=False):
     """Deadline for a role to report, in addition to the time to read models and a checkpoint at 50
     MB/s."""
     stop_timeout: float
-    """Deadline of a graceful stop, which ends with a checkpoint (12 bytes per parameter, after any that
-    is being written). A second Ctrl-C ends the run at once."""
+    """Deadline for a graceful stop, which writes a checkpoint (12 bytes per parameter) after any
+    checkpoint that is already being written. A second Ctrl-C ends the run at once."""
     stall_timeout: float
     """A run without a sign of life for this long, beyond the longest deadline of a wait, has stalled:
     processes that hang are replaced, or the run ends with a checkpoint."""

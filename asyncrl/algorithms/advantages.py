@@ -139,8 +139,8 @@ def opo_loo(episode: AdvantageInput) -> AdvantageValues:
     """R − Σ_j T_j·R_j / Σ_j T_j over the *other* siblings (OPO, arXiv 2505.23585, without the episode's own
     weight).
 
-    Use: as opo, at any staleness and with group_policy=partial, because the baseline does not depend on the
-    episode itself.
+    Use: like opo, but at any staleness and with group_policy=partial, because the baseline does not depend on
+    the episode itself.
     """
     return _by_length(episode.own.reward, episode.others)
 
@@ -150,8 +150,8 @@ def gpg(episode: AdvantageInput, *, f_norm: Annotated[float, Meta(gt=0)] = 1.0) 
     """α·(R − mean) / f_norm, α = B/(B − M), B episodes of the batch, M of them in groups without variance
     (GPG, arXiv 2504.02546).
 
-    Use: sparse rewards without a group filter: α makes up for groups of equal rewards. Any staleness. For the
-    variant that divides by the group std, use grpo with normalise=nonzero.
+    Use: sparse rewards without a group filter: α makes up for groups with equal rewards. Any staleness. For
+    the variant that divides by the group std, use grpo with normalise=nonzero.
     """
     return centred(episode.own.reward, rewards(episode.siblings)) / f_norm
 
@@ -161,7 +161,7 @@ def pass_at_k(episode: AdvantageInput, *, divide_by_std: bool = False) -> Advant
     """r_max − r_second for the best of the group, 0 for others and ties (pass@k, arXiv 2503.19595).
     `divide_by_std`: divided by (group std + 1e-6), ddof 1.
 
-    Use: tasks where only the best of n attempts counts; trains one episode per group. With divide_by_std
+    Use: tasks where only the best of n attempts counts; trains one episode per group. With divide_by_std,
     on-policy only.
     """
     if not episode.others:
@@ -253,7 +253,7 @@ def reinforce_pp(
 def constant(episode: AdvantageInput) -> AdvantageValues:
     """A = 1, whatever the reward (plain).
 
-    Use: the loss sft, whose episodes have no reward; any staleness.
+    Use: with the loss sft, whose episodes have no reward; any staleness.
     """
     return 1.0
 
@@ -277,7 +277,7 @@ def gae(
     `lam`; γ_t is `gamma`, times `turn_gamma` where the next token is in the next turn; V after the last token
     is 0.
 
-    Use: PPO with a critic, and long episodes with rewards on turns. Staleness up to 4: V belongs to the
+    Use: PPO with a critic, and long episodes with rewards for turns. Staleness up to 4: V belongs to the
     policy in training, but the rewards come from the policy that acted.
     """
     if episode.values is None:
@@ -291,9 +291,9 @@ def gae(
 def grpo_turn(episode: AdvantageInput, *, turn_gamma: Factor = 1.0, std: bool = False) -> AdvantageValues:
     """G_k − mean of G_k over the siblings with a turn k, G_k = r_k + turn_gamma·G_{k+1} (turn-level credit as
     in MT-GRPO, arXiv 2505.11821). `std`: divided by (their std + 1e-6), ddof 1. With fewer than two such
-    siblings, the advantage of the whole episode, which is that of its first turn.
+    siblings, the turn gets the advantage of the whole episode, which is that of its first turn.
 
-    Use: rewards on turns, at any staleness; with std on-policy only.
+    Use: rewards for turns, at any staleness; with std, on-policy only.
     """
     compare_returns = standardised if std else centred
     own_returns = turn_returns(episode.own, turn_gamma, turns=int(episode.turn.max(initial=0)) + 1)
@@ -316,7 +316,7 @@ def optimal_token_baseline(episode: AdvantageInput) -> AdvantageValues:
     (1 − 2π_s + Σ_v π_s(v)²) (OTB, arXiv 2602.07078). W_t approximates the squared norm of the gradient up to
     t; where it is 0 or unknown, the plain mean is used. Tokens that only one episode reaches get 0.
 
-    Use: long episodes in small groups, on-policy or at small staleness. Has the same bias as opo.
+    Use: long episodes in small groups, on-policy or at small staleness. It has the same bias as opo.
     """
     own_returns = to_go(episode.rewards)
     weighted_lead, norm_sum, plain_lead, member_count = np.zeros((4, len(own_returns)))

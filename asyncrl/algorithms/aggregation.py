@@ -85,7 +85,7 @@ def token_sum(tokens: int, group_tokens: int) -> Share:
 def seq_mean_token_mean(tokens: int, group_tokens: int) -> Share:
     """w = 1/T_i, D = number of episodes (GRPO, arXiv 2402.03300): every episode counts the same.
 
-    Use: comparisons with published GRPO runs; tokens of long wrong answers are punished less. Any staleness.
+    Use: comparisons with published GRPO runs; tokens in long wrong answers are penalised less. Any staleness.
     """
     return Share(1.0 / max(tokens, 1), 1.0)
 
@@ -94,7 +94,7 @@ def seq_mean_token_mean(tokens: int, group_tokens: int) -> Share:
 def seq_mean_token_sum(tokens: int, group_tokens: int) -> Share:
     """w = 1, D = number of episodes (plain REINFORCE): the unbiased gradient of the mean reward.
 
-    Use: no bias, at the price of steps that grow with the length of the answers. Any staleness.
+    Use: no bias, at the cost of steps that grow with the length of the answers. Any staleness.
     """
     return Share(1.0, 1.0)
 
@@ -104,7 +104,7 @@ def seq_mean_token_sum_norm(tokens: int, group_tokens: int, *, length: Annotated
     """w = 1/L, D = number of episodes (Dr. GRPO, arXiv 2503.20783), L = `length`, which
     is rollout.max_tokens.
 
-    Use: as seq_mean_token_sum, with gradients as large as those of the means. Any staleness.
+    Use: like seq_mean_token_sum, but with gradients as large as those of the means. Any staleness.
     """
     return Share(1.0 / length, 1.0)
 

@@ -63,7 +63,7 @@ def kl_cov(tokens: LossInput, *, share: Share = 2e-4, coef: Positive = 0.1) -> T
     """L = sg(w)·(−uA + coef·|log π − log prox| on the tokens that `clip_cov` would drop), u = π/prox (KL-Cov,
     arXiv 2505.22617).
 
-    Use: as clip_cov, with several optimizer steps per batch; staleness 0 to 8.
+    Use: like clip_cov, but with several optimizer steps per batch; staleness 0 to 8.
     """
     log_ratio = tokens.logp - tokens.prox
     is_chosen = _prepared(tokens)
@@ -94,7 +94,8 @@ def m2po(tokens: LossInput, *, tau: Positive = 0.04) -> TokenLoss:
 
     Only outliers are masked, however far single tokens of the batch are from μ.
 
-    Use: very stale data, where a fixed band on the ratio masks too much; staleness 8 and far beyond.
+    Use: very stale data, where a fixed band on the ratio masks too many tokens; staleness of 8 and far
+    beyond.
     """
     is_kept = _prepared(tokens)
     ratio = ratio_of(tokens.logp - tokens.mu) * is_kept
@@ -120,12 +121,12 @@ def partition_gap(traces: Sequence[Trace], *, beta: float) -> list[np.ndarray]:
 @loss("tba", ratio="mu", reference=True, prepare=partition_gap, whole_group=True)
 def tba(tokens: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
     """L = δ²/T per token, so δ² per episode, δ = sg(log Ẑ) + log π − log ref − R/β over its T tokens
-    (trajectory balance, TBA, arXiv 2503.18929); log Ẑ from the group.
+    (trajectory balance, TBA, arXiv 2503.18929); log Ẑ is estimated from the group.
 
     The optimum is ref·exp(R/β)/Z for any sampling policy, hence no ratio. The loss reads R itself, so the
     advantage has no effect. Use aggregation seq_mean_token_sum for the paper's mean over episodes.
 
-    Use: much older or replayed data, and diverse answers; any staleness.
+    Use: data that is much older or replayed, and tasks with diverse answers; any staleness.
     """
     assert tokens.reference is not None
     logp = tokens.logp.detach()

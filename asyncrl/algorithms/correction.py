@@ -218,7 +218,7 @@ def truncate(
 
     Use: the default weight. Set `positive` to 2 for a lag of 1, 5 for a lag of 4 to 8, and 8 beyond. `turn`
     and `sequence` also weigh the context of a token, with a variance that grows with length; `geometric`
-    suits models whose single ratios are noise.
+    suits models whose token ratios are noisy.
     """
     ratio = ratio_at(tokens, level)
     credit = mean_over(tokens.advantage, tokens, level)
@@ -230,8 +230,8 @@ def truncate(
 def plain_ratio(tokens: CorrectionInput, *, level: Level = "token") -> CorrectionMask:
     """w = ρ (plain importance sampling).
 
-    Use: together with a band (`mask`) that bounds it: the two make IcePop. Alone, only to measure the bias of
-    other rules at a lag of 1.
+    Use: together with a band (`mask`) that bounds it: the two make IcePop. Use it alone only to measure the
+    bias of other rules at a lag of 1.
     """
     return CorrectionMask(weight=ratio_at(tokens, level))
 
@@ -259,7 +259,7 @@ def reject_sequence(
     """Keep the episode iff low ≤ exp(mean log ρ) ≤ high, the mean over its trainable tokens (geometric
     rejection; plain). Its reward stays in the group's baseline.
 
-    Use: dropping episodes that drifted as a whole, at staleness 1 to 8. Bounds of [0.99, 1.001] are for
+    Use: to drop episodes that have drifted as a whole, at staleness 1 to 8. Bounds of [0.99, 1.001] are for
     engine mismatch at one version and would drop nearly all stale episodes.
     """
     return mask.of(tokens, low=low, high=high, level="geometric")
@@ -277,8 +277,8 @@ def reject(
     log ρ (Schulman, joschu.net/blog/kl-approx.html). k1 is signed, so both sides are bounded: e^-limit ≤
     geometric ρ ≤ e^limit.
 
-    Use: a bound in nats on KL(mu, prox) per token: k3 for the KL itself, k2 if large ρ should not dominate,
-    k1 for the drift. Staleness 1 to 8.
+    Use: to bound KL(mu, prox) per token, in nats: k3 for the KL itself, k2 if large ρ should not dominate, k1
+    for the drift. Staleness 1 to 8.
     """
     log_ratio = tokens.log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     value = {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": log_ratio.exp() - 1 - log_ratio}[estimator]
@@ -313,7 +313,7 @@ def negative_episodes(tokens: CorrectionInput, *, delta: Positive = 0.1) -> Corr
 def batch_mean(tokens: CorrectionInput) -> CorrectionMask:
     """w ← w / mean(w) over the batch's kept tokens (self-normalised importance sampling; plain).
 
-    Use: next to a weight, to keep the step size independent of how far the data has drifted. Staleness 1 to
-    8.
+    Use: together with a weight, to keep the step size independent of how far the data has drifted. Staleness
+    1 to 8.
     """
     return CorrectionMask()

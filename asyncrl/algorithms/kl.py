@@ -33,7 +33,7 @@ def kl_tokens(logp: Tensor, reference: Tensor, estimator: str) -> Tensor:
 def k1(d: Tensor) -> Tensor:
     """k = d (Schulman, joschu.net/blog/kl-approx.html).
 
-    Use: the reward, at any staleness. Unbiased, noisy, can be negative.
+    Use: the reward, at any staleness. Unbiased but noisy; can be negative.
     """
     return d
 
@@ -68,7 +68,7 @@ def k3(d: Tensor) -> Tensor:
 def straight_through(d: Tensor) -> Tensor:
     """The value of k3 with the gradient of k2 (plain).
 
-    Use: the loss, at any staleness, if its value should be unbiased, too.
+    Use: the loss, at any staleness, if the value of the KL should also be unbiased.
     """
     slope = k2(d)
     return k3(d).detach() + slope - slope.detach()
@@ -100,7 +100,7 @@ def forward(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """D = Σ_v T(v)·(log T(v) - log pi(v)): KL(T, pi) (plain).
 
     Use: the loss, at any staleness, if the student should cover everything that the teacher does, or does not
-    yet do what the teacher does: where pi(v) is near 0, the slope in the logit of v is about -T(v).
+    yet behave like the teacher: where pi(v) is near 0, the slope in the logit of v is about -T(v).
     """
     teacher_probs = t.exp()
     return (teacher_probs * (t - p)).sum(-1), -teacher_probs
@@ -119,8 +119,8 @@ def reverse(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
 def js(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """D = (KL(T, M) + KL(pi, M)) / 2, M = (T + pi) / 2: Jensen-Shannon (GKD, arXiv 2306.13649, beta = 1/2).
 
-    Use: the loss, at any staleness: a compromise of both, bounded by log 2, so that no single state dominates
-    a batch.
+    Use: the loss, at any staleness: a compromise between the two, bounded by log 2, so that no single state
+    dominates a batch.
     """
     mixture = torch.logaddexp(p, t) - math.log(2)
     policy_term = p.exp() * (p - mixture) / 2

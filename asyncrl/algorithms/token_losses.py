@@ -57,8 +57,8 @@ def ppo(
     (PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729). `dual_clip` is 1 or more, or 0 for none. With a
     weight, this is decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298).
 
-    Use: several optimizer steps per batch, or any number with prox=mu; staleness 0 as published
-    (`correction={}`), up to 8 with a weight.
+    Use: several optimizer steps per batch, or any number with prox=mu; staleness 0 without a weight, as in
+    the paper (`correction={}`), and up to 8 with one.
     """
     value, clipped = clip_surrogate(
         ratio_of(tokens.logp - tokens.prox), tokens.advantage, clip_low, clip_high
@@ -79,8 +79,7 @@ def cispo(
 
     The ratio is bounded, but no token loses its gradient; clip_low = 1 means no lower bound.
 
-    Use: several optimizer steps per batch, if rare tokens matter that PPO's clip would drop; staleness 0 to
-    8.
+    Use: several optimizer steps per batch, to keep rare tokens that PPO's clip would drop; staleness 0 to 8.
     """
     ratio = ratio_of(tokens.logp.detach() - tokens.prox)
     bounded_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -93,8 +92,8 @@ def cispo_scalerl(tokens: LossInput, *, cap: Positive = 5.0) -> TokenLoss:
 
     ScaleRL found caps of 4 to 8 equally good; cap = 2 is AIPO (LlamaRL, arXiv 2505.24034).
 
-    Use: one or several optimizer steps per batch, without a weight to choose; staleness 0 to 8, with a cap of
-    2 to 4.
+    Use: one or several optimizer steps per batch, if you do not want to choose a weight; staleness 0 to 8,
+    with a cap of 2 to 4.
     """
     return _capped(tokens, cap)
 
@@ -106,7 +105,7 @@ def sapo(tokens: LossInput, *, tau_positive: Positive = 1.0, tau_negative: Posit
 
     The gradient fades with the distance from u = 1 instead of ending at a bound.
 
-    Use: several optimizer steps per batch, mixture-of-experts models; staleness 0 to 8.
+    Use: several optimizer steps per batch, and mixture-of-experts models; staleness 0 to 8.
     """
     ratio = ratio_of(tokens.logp - tokens.prox)
     token_tau = _by_sign(tokens, tau_positive, tau_negative)
@@ -121,9 +120,10 @@ def dppo_tv(
     """L = −sg(min(π/μ, cap))·A·log π while π−μ ≤ delta_high (A > 0) or π−μ ≥ −delta_low (A ≤ 0), else 0 (DPPO
     with binary total variation, arXiv 2602.04879).
 
-    The trust region limits probabilities, so rare tokens may change their ratio a lot, frequent ones may not.
+    The trust region limits probabilities, so rare tokens may change their ratio a lot, but frequent ones may
+    not.
 
-    Use: large vocabularies, and engines whose numbers differ from the trainer's; staleness 0 to 8.
+    Use: large vocabularies, and engines whose numerical results differ from the trainer's; staleness 0 to 8.
     """
     probability_change = tokens.logp.detach().exp() - tokens.mu.exp()
     is_cut = torch.where(
@@ -141,7 +141,7 @@ def dppo_kl(
 
     A divergence of δ keeps π−μ within √(δ/2).
 
-    Use: as dppo_tv, but stricter where μ is near 0 or 1; staleness 0 to 8.
+    Use: like dppo_tv, but stricter where μ is near 0 or 1; staleness 0 to 8.
     """
     logp = tokens.logp.detach()
     moves_away = torch.where(tokens.advantage > 0, logp > tokens.mu, logp < tokens.mu)
@@ -154,7 +154,8 @@ def dro(tokens: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
     """L = −(A·log π − (β/2)·(log π − log μ)²) (DRO, arXiv 2405.19107): a quadratic pull to μ instead of a
     ratio.
 
-    Use: off-policy data without importance weights; any staleness, with a bias that β trades for stability.
+    Use: off-policy data without importance weights; any staleness; a larger β gives more stability, but also
+    more bias.
     """
     distance = tokens.logp - tokens.mu
     value = -(tokens.advantage * tokens.logp - beta / 2 * distance**2)
@@ -217,9 +218,9 @@ def gmpo(tokens: LossInput, *, clip_low: Positive = 0.4, clip_high: Positive = 0
     """L = −sg(w)·sA, s = exp(mean over the episode of c), c = min(log u, clip_high) where A > 0, else max(log
     u, −clip_low), u = π/prox (GMPO, arXiv 2507.20673).
 
-    The bounds on log-ratios of tokens are one-sided; a token beyond its bound has no gradient. If tokens of
-    an episode differ in A or w, each keeps its own, unlike in verl's geo_mean, which takes the mean of A and
-    the geometric mean of w.
+    The bounds on log-ratios of tokens are one-sided; a token beyond its bound has no gradient. If the tokens
+    of an episode differ in A or w, each token keeps its own, unlike in verl's geo_mean, which takes the mean
+    of A and the geometric mean of w.
 
     Use: long episodes with several optimizer steps per batch and aggregation seq_mean_token_mean; staleness 0
     to 4.

@@ -22,7 +22,7 @@ class RolloutConfig(Section, frozen=True):
     """Episodes: sampling, limits, tools, environment, agent and reward."""
 
     workers: Positive = 1
-    """Rollout worker processes."""
+    """Number of rollout worker processes."""
     slots: Positive = 64
     """Episodes that one worker runs at once."""
     temperature: Annotated[float, Meta(gt=0)] = 1.0
@@ -34,33 +34,34 @@ class RolloutConfig(Section, frozen=True):
     """Token limit of a row, including prompt and tool replies. An episode has one row, unless its history is
     rewritten or branches."""
     max_turns: Positive = 16
-    """Model turns per episode."""
+    """Maximum number of model turns in an episode."""
     max_calls: Positive = 64
-    """Tool calls per episode."""
+    """Maximum number of tool calls in an episode."""
     max_bad_calls: Positive = 3
     """Consecutive bad tool calls (malformed, unknown tool, wrong arguments) after which an episode ends."""
     max_reply_tokens: Positive = 2048
-    """Token limit of a tool reply or an environment message; longer ones are cut."""
+    """Token limit of a tool reply or an environment message; longer texts are cut."""
     cut_replies: Literal["head", "middle", "tail"] = "middle"
     """Part that is cut out of an overlong tool reply."""
     history: Literal["append", "fork", "fold"] = "append"
-    """If a chat template rewrites earlier turns: `append` refuses it, `fork` and `fold` begin a new row. A
-    full row ends the episode; with `fold` it continues in a new row without the oldest tool replies."""
+    """If a chat template rewrites earlier turns, `append` refuses the template, but `fork` and `fold` begin a
+    new row. A full row ends the episode; with `fold`, the episode continues in a new row without the oldest
+    tool replies."""
     max_rows: Positive = 8
-    """Maximum rows of one episode, with `history` `fork` or `fold`, or with an agent."""
+    """Maximum rows of one episode, with `history=fork`, `history=fold` or an agent."""
     tools: list[PathText] = []
     """Tools: registered names, `module:function`, `file.py:function`, or a folder of such files."""
     tool_args: dict[str, Options] = {}
     """Constructor arguments by tool, e.g. `{calculator: {latency_mean: 0.3}}`."""
     tool_timeout: Seconds = 30.0
-    """Deadline of one tool call, after which the episode continues with an error reply, and of one
-    environment step, unless the tool or environment sets its own."""
+    """Deadline for one tool call, after which the episode continues with an error reply, and for one
+    environment step, unless the tool or environment sets its own deadline."""
     parser: str = "hermes"
     """Format of the model's tool calls."""
     environment: Plugin = ""
     """Environment that answers turns without tool calls (a game, a simulated user): a name, `module:class` or
-    `file.py:class`, e.g. with options `{gymnasium: {id: FrozenLake-v1}}`; empty: such a turn is the
-    answer."""
+    `file.py:class`, e.g. with options `{gymnasium: {id: FrozenLake-v1}}`; empty: a turn without tool calls is
+    the answer."""
     agent: Plugin = ""
     """Program that drives the episode through an endpoint with OpenAI's and Anthropic's APIs: a coding agent
     (`{claude_code: {}}`), `{command: {line: python agent.py}}`, `module:function` or `file.py:function`;
@@ -70,19 +71,19 @@ class RolloutConfig(Section, frozen=True):
     address. Use addresses other than 127.0.0.1 in private networks only: nothing is encrypted."""
     untrained_agents: list[PathText] = []
     """Requests of an agent whose turns are not trained (titles, commit messages): names or globs of their
-    `model`, or `module:function` or `file.py:function` of a request. They have their own limits, as large as
-    `max_turns` and `max_rows`."""
+    `model`, or a function of the request, `module:function` or `file.py:function`. These requests have their
+    own limits, as large as `max_turns` and `max_rows`."""
     reward: Plugin = "final_number"
     """Reward function (with verl's signature, or called with one trajectory): a name, `module:function` or
-    `file.py:function`; or several, e.g. `{gsm8k: {}, format: {weight: 0.2}}`."""
+    `file.py:function`; or several of these, e.g. `{gsm8k: {}, format: {weight: 0.2}}`."""
     reward_timeout: Seconds = 60.0
-    """Deadline of one reward call, after which the episode fails with `reward_error`."""
+    """Deadline for one reward call, after which the episode fails with `reward_error`."""
     part_seconds: Seconds = 60.0
     """A longer turn is made durable in parts of this many seconds, so that a lost worker loses less than one
     part. A value above `episode_timeout` turns this off."""
     episode_timeout: Seconds = 600.0
     """Time limit of one episode, which then ends and is scored, or fails if no turn has finished. An episode
-    that continues after a loss has the remaining time."""
+    that continues after the loss of its worker has the remaining time."""
     retries: Count = 2
     """Further attempts at an episode that failed through no fault of the policy. Lost workers and servers,
     and stops of the run, do not count."""
@@ -116,15 +117,15 @@ class EngineConfig(Section, frozen=True):
     tp: Positive = 1
     """sglang: tensor-parallel size of a server (GPUs per server)."""
     server_args: Options = {}
-    """sglang: further arguments of started servers, without `--`, e.g. `{mem-fraction-static: 0.4}` (default
-    0.85) if the trainer shares the GPU."""
+    """sglang: further arguments for servers that the run starts, without `--`, e.g. `{mem-fraction-static:
+    0.4}` (default 0.85) if the trainer shares the GPU."""
     server_command: list[str] = []
     """sglang: command that starts a server; default: this Python with `-m sglang.launch_server`."""
     colocated: Count = 0
     """Number of engines that share the trainer's devices, one side at a time: engines release KV cache and
-    weights while the trainer trains, and the trainer's state is in main memory while they sample. 0: none;
-    otherwise it must be all engines: `servers` with sglang and `rollout.workers` with torch. `trainer.ranks`
-    must be at least this number (times `tp`)."""
+    weights while the trainer trains, and the trainer's state is in main memory while the engines sample. 0:
+    none; otherwise it must be the number of all engines: `servers` with sglang, `rollout.workers` with torch.
+    `trainer.ranks` must be at least this number (times `tp`)."""
     api_key_env: str = ""
     """sglang: environment variable with the API key of the servers; empty: no key."""
     admin_key_env: str = ""
@@ -145,17 +146,17 @@ class EngineConfig(Section, frozen=True):
 
 
 class ValidationConfig(Section, frozen=True):
-    """Held-out episodes at one fixed version, through the same workers, before and after training."""
+    """Held-out episodes at one fixed version, run by the same workers, before and after training."""
 
     every: Count = 0
     """Steps between further validations during training; 0: none."""
     samples: Count = 256
-    """Held-out samples per validation, each sampled as in training and greedily; 0: no validation."""
+    """Held-out samples per validation, each answered as in training and greedily; 0: no validation."""
     episodes: Positive = 1
     """Episodes per held-out sample that are sampled as in training; 2 or more add `mean@k`, `pass@k` and
     `maj@k`."""
     greedy: bool = True
     """Also answer each held-out sample with greedy decoding."""
     success: float = 1.0
-    """An episode succeeds if its score (or `acc`, if the reward reports one) is at least this. Set it for
-    scores outside 0 to 1. The mean score is also reported."""
+    """An episode succeeds if its score (or `acc`, if the reward reports one) is at least this value. Set it
+    for scores outside 0 to 1. The mean score is also reported."""

@@ -67,7 +67,7 @@ class ModelConfig(Section, frozen=True):
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_modules: list[str] = []
     """Linear layers to adapt, by the last part of their names, e.g. `[q_proj, v_proj]`; empty: all in the
-    text part, except those that servers do not accept as separate adapters."""
+    text part, except the kinds for which servers do not accept separate adapters."""
 
 
 class WeightedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,28 +82,30 @@ class DataConfig(Section, frozen=True):
 
     train: RequiredPath | Annotated[list[RequiredPath | WeightedSource], Meta(min_length=1)]
     """Training samples: a file (parquet, jsonl, json, csv), a directory of tasks, a glob pattern, or a hub
-    data set `hf:OWNER/NAME:CONFIG:SPLIT`; or a list of these, all with weights `{path, weight}` or none."""
+    data set `hf:OWNER/NAME:CONFIG:SPLIT`; or a list of these, in which either all have weights (`{path,
+    weight}`) or none."""
     test: PathText | list[RequiredPath] = ""
     """Held-out samples, given like `train`, without weights; empty: no validation."""
     columns: dict[str, str] = {}
     """Columns that hold the parts of a sample, e.g. `{prompt: question, ground_truth: answer.value}`."""
     dataset: Plugin = ""
-    """Custom reader, `module:class` or `file.py:class`: called with the path of each source, it gives an
+    """Custom reader, `module:class` or `file.py:class`: called with the path of each source, it returns an
     iterable of rows; empty: the readers of the formats above."""
     system_prompt: str = ""
     """System message for prompts without one."""
     filter_overlong: bool = False
     """Leave out prompts after which `rollout.max_tokens` has no room for a turn of `rollout.max_new_tokens`,
-    and demonstrations that are longer. If false, the checks before the start warn of them."""
+    and demonstrations that are longer. If false, the checks before the start warn about them."""
     order: Plugin = ""
     """Custom order of samples in an epoch, `module:function` or `file.py:function`: called with the samples,
-    the numbers of those drawn, and the epoch, it returns the numbers in their new order."""
+    the numbers of the samples drawn, and the epoch, it returns these numbers in their new order."""
     shuffle: bool = True
-    """Reshuffle the samples in each epoch, by `seed`."""
+    """Reshuffle the samples in each epoch, as determined by `seed`."""
     epochs: Count = 0
     """Passes over the training samples; 0: as many as `total_steps` needs."""
     at_end: Literal["flush", "drop"] = "flush"
-    """When the data ends with less than a batch live: train a short batch, or drop it (`end_of_data`)."""
+    """When the data ends and fewer groups are live than a batch needs: train them as a short batch, or drop
+    them (`end_of_data`)."""
 
 
 class WeightsConfig(Section, frozen=True):
@@ -112,20 +114,20 @@ class WeightsConfig(Section, frozen=True):
     every: Positive = 1
     """Publish after every k-th step."""
     directory: RequiredPath = "auto"
-    """`shm`: files in /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room. Versions are
-    copied to other machines. Or an absolute path that all machines share, in which the run creates a
-    directory."""
+    """`shm`: files in /dev/shm; `run`: in the run directory; `auto`: /dev/shm if there is room. Versions are
+    copied to other machines. An absolute path must be shared by all machines; the run creates a directory in
+    it."""
     deadline: Seconds = 60.0
-    """An engine that has not loaded a version within this time is reported and gets the newest one."""
+    """An engine that has not loaded a version within this time is reported and gets the newest version."""
     transport: Literal["disk", "collective"] = "disk"
-    """`disk`: files. `collective` (sglang only): broadcast through a process group per server."""
+    """`disk`: through files. `collective` (sglang only): broadcast through a process group per server."""
     full_every: Positive = 1
-    """disk: publish every k-th version in full, and for the others only the changed bytes, compressed."""
+    """disk: publish every k-th version in full, and only the changed bytes of the others, compressed."""
     bucket_bytes: Annotated[int, Meta(ge=1 << 10)] = 256 << 20
     """Approximate size of the buckets in which tensors are gathered, written and broadcast."""
     mode: Literal["in_place", "retract", "abort"] = "in_place"
-    """sglang: requests in progress at an update keep their KV cache, recompute it, or are aborted and
-    resumed."""
+    """sglang: requests in progress at an update keep their KV cache (`in_place`), recompute it (`retract`),
+    or are aborted and resumed (`abort`)."""
     rolling: bool = True
     """Update servers one after another, so that generation never stops on all servers at once."""
     adapters: Literal["auto"] | bool = "auto"
@@ -160,30 +162,30 @@ class LaunchConfig(Section, frozen=True):
     ray_address: str = ""
     """Ray cluster to use; empty: start a local one."""
     pools: dict[Literal["engine", "rollout", "scorer", "trainer"], Text] = {}
-    """Ray: resource that machines of a role must have, from `ray start --resources='{"NAME": 1}'` or Ray's
-    own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
+    """Ray: resource that machines of a role must have, as set by `ray start --resources='{"NAME": 1}'` or
+    Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
     gpus: dict[Literal["engine", "rollout", "scorer", "trainer"], Annotated[float, Meta(ge=0)]] = {}
-    """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two workers on one GPU. Other roles: one per
-    rank, `tp` per server, one per worker with an embedded engine if `model.device` is cuda."""
+    """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two workers on one GPU. Other roles get one
+    GPU per rank, `tp` per server, and one per worker with an embedded engine if `model.device` is cuda."""
     host: Text = "127.0.0.1"
-    """Address of this machine that the coordinator binds to and all other processes connect to. `0.0.0.0`: it
-    binds to all addresses, and the others connect to that of the default route."""
+    """Address of this machine that the coordinator binds to and all other processes connect to. `0.0.0.0`:
+    the coordinator binds to all addresses, and the others connect to the address of the default route."""
     port: Annotated[int, Meta(ge=0, le=65533)] = 0
-    """Control port; the next two are for bulk data and weights. 0: free ports."""
+    """Control port; the next two ports are for bulk data and weights. 0: use free ports."""
     restarts: Count = 5
-    """Maximum restarts per role before the run ends. A restart no longer counts after 10 minutes with a
-    completed step."""
+    """Maximum number of restarts per role before the run ends. A restart no longer counts after 10 minutes in
+    which a step was completed."""
     threads: Positive = 1
-    """OpenMP threads of each worker (for an embedded engine) and trainer rank. More threads than cores slow
-    each other down."""
+    """OpenMP threads in each worker (for an embedded engine) and trainer rank. Threads slow each other down
+    if there are more threads than cores."""
     lease: Seconds = 30.0
     """A worker that is silent for this long loses its episodes. An embedded engine is silent during a weight
     swap."""
     start_timeout: Seconds = 120.0
     """Deadline for a role to report, in addition to the time to read models and a checkpoint at 50 MB/s."""
     stop_timeout: Seconds = 600.0
-    """Deadline of a graceful stop, which ends with a checkpoint (12 bytes per parameter, after any that is
-    being written). A second Ctrl-C ends the run at once."""
+    """Deadline for a graceful stop, which writes a checkpoint (12 bytes per parameter) after any checkpoint
+    that is already being written. A second Ctrl-C ends the run at once."""
     stall_timeout: Seconds = 300.0
     """A run without a sign of life for this long, beyond the longest deadline of a wait, has stalled:
     processes that hang are replaced, or the run ends with a checkpoint."""
@@ -195,9 +197,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     name: Text
     """Name of the run; its directory is `<run_dir>/<name>`."""
     run_dir: RequiredPath = "runs"
-    """Parent of run directories, on a local disk."""
+    """Parent directory of run directories, on a local disk."""
     seed: int = 0
-    """Seed of data order, sampling and initialisation."""
+    """Seed for data order, sampling and initialisation."""
     total_steps: Count = 100
     """Optimizer batches to train; 0: no training, one validation of the model as it is (`asyncrl eval`)."""
     resume: Literal["auto", "never", "must"] = "never"
@@ -206,8 +208,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     model: ModelConfig
     agents: dict[AgentName, AgentConfig] = {}
     """LoRA adapters of agents, by the name that the agents give as `model` in their requests, e.g. `{planner:
-    {lora_rank: 16}}`. Each trains on its agent's turns. Turns of other agents train the adapter of
-    `model.lora_rank`, or none if that is 0."""
+    {lora_rank: 16}}`. Each adapter trains on the turns of its agent. Turns of other agents train the adapter
+    of `model.lora_rank`, or no adapter if that rank is 0."""
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()

@@ -20,20 +20,21 @@ TEACHER_COEF = 0.5  # kl.coef from which kl.reference is a teacher; published pe
 class ScorerConfig(Section, frozen=True):
     """A frozen model on SGLang servers of its own: `reference` for the KL; `teacher` (or several,
     `teacher_NAME`) for distillation, both with the policy's vocabulary; `reward` for a reward model or judge
-    of `rollout.reward`. The settings of `engine` also apply to servers that are started."""
+    in `rollout.reward`. The settings of `engine` also apply to servers that are started."""
 
     path: PathText = ""
-    """Model directory or hub repository from which servers are started; with `urls` it is only compared with
-    the servers' model."""
+    """Model directory or hub repository from which servers are started; with `urls`, the path is only
+    compared with the servers' model."""
     urls: list[str] = []
-    """Attach to these servers instead of starting any. `[engines]`: the run's engines score with the base of
-    their adapters."""
+    """Attach to these servers instead of starting any. `[engines]`: the run's engines score with the base
+    model of their adapters."""
     servers: Positive = 1
     """Number of servers to start."""
     tp: Positive = 1
     """Tensor-parallel size of a server (GPUs per server)."""
     sources: list[str] = []
-    """Teachers: data sources whose episodes this teacher scores; empty: all that no other teacher names."""
+    """Teachers: data sources whose episodes this teacher scores; empty: all data sources that no other
+    teacher names."""
 
     @property
     def server_count(self) -> int:

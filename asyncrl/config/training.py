@@ -23,7 +23,7 @@ class BufferConfig(Section, frozen=True):
     """Episodes per sample."""
     max_staleness: Count = 16
     """Maximum lag of every trained token, in optimizer batches. 0: synchronous. Only tokens of the slowest
-    episodes come near it; `target_staleness` sets the lag of the others."""
+    episodes come near this bound; `target_staleness` sets the lag of the others."""
     target_staleness: Annotated[float, Meta(ge=0)] | Literal["auto"] = "auto"
     """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: starts at min(1/2, max_staleness)
     and adapts after each batch to keep the trainer busy within `stale_budget`; at most 4, or max_staleness /
@@ -33,28 +33,28 @@ class BufferConfig(Section, frozen=True):
     or long episodes, a larger max_staleness costs less than a larger budget."""
     on_stale: Literal["mask", "hold", "drop"] = "mask"
     """What happens to tokens over max_staleness when a batch takes them: `mask` gives them weight zero,
-    `hold` makes the batch wait for groups that would exceed it, `drop` drops the trajectory."""
+    `hold` makes the batch wait for groups that would exceed the bound, and `drop` drops the trajectory."""
     group_policy: Literal["auto", "complete", "partial"] = "auto"
-    """`complete`: train a group when all of its members have ended. `partial`: at a deadline, train the
-    members that have ended, and late members when they end. auto: `partial` if the algorithm stays unbiased
-    with it and on_stale is mask, otherwise `complete`."""
+    """`complete`: train a group when all of its members have ended. `partial`: train the members that have
+    ended by a deadline, and late members when they end. auto: `partial` if the algorithm stays unbiased with
+    partial groups and on_stale is mask, otherwise `complete`."""
     group_deadline: Seconds | Literal["auto"] = "auto"
     """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the baseline.
-    auto: the time in which half of the groups finish all of their members."""
+    auto: the median time that groups take for all of their members to end."""
     filter_zero_variance: bool = True
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8
-    """Maximum filtered groups per batch, counted in batches; after that the batch is trained with the groups
-    it has."""
+    """Maximum number of filtered groups per batch, in units of batches; beyond this number, the batch is
+    trained with the groups that are ready."""
     retire_pass_rate: Fraction = 1.0
-    """Do not draw samples again once their share of positive rewards in a group has reached this
+    """Stop drawing a sample once the share of positive rewards in its group has reached this value
     (no-positive-resampling); 1: off."""
     shift_fill: Fraction | Literal["auto"] = "auto"
     """With engine.colocated: share of a batch's groups that must be ready before the trainer gets the
-    devices. auto: all, or those that are ready once no engine has sampled for as long as the last two changes
-    took."""
+    devices. auto: all groups, or the groups that are ready once no engine has sampled for as long as the last
+    two changes took."""
     max_bytes: Positive = 1 << 30
-    """Admission stops if the worst-case payloads of live episodes would exceed this size."""
+    """Admission stops if the worst-case payloads of live episodes would exceed this number of bytes."""
 
     @property
     def batch_size(self) -> int:
@@ -98,33 +98,35 @@ class AlgorithmConfig(Section, frozen=True):
     """Advantage: a name, `module:function` or `file.py:function`, e.g. with options `{gae: {gamma: 0.99, lam:
     0.95}}`."""
     normalise: Literal["auto", "none", "batch_std", "nonzero", "whiten", "whiten_running"] = "auto"
-    """Scaling of advantages by the batch; `auto`: as the advantage defines it."""
+    """Scaling of advantages over the batch; `auto`: as defined by the advantage."""
     loss: Plugin = "reinforce"
     """Policy loss: a name, `module:function` or `file.py:function`, e.g. with options `{ppo: {clip_high:
     0.28}}`."""
     correction: dict[str, Options] | None = None
     """Behaviour correction: rules on rho by name, each with its options, e.g. `{mask: {low: 0.5}}`; null:
-    `mask` and `truncate`, or nothing for a loss that contains pi/mu. `{}`: none, refused for stale data."""
+    `mask` and `truncate`, or no rule for a loss that contains pi/mu. `{}`: no rule, which is refused for
+    stale data."""
     aggregation: Text = "token_mean"
     """Aggregation of token losses into one number, exact over the whole batch."""
     shaping: dict[str, Options] = {}
-    """Changes to the reward before advantages, by name, each with its options."""
+    """Changes to the reward before advantages are computed, by name, each with its options."""
     mask_truncated: bool = False
     """Keep episodes that hit a limit out of the loss (overlong filtering); their reward stays in the
     baseline."""
     entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of a bonus for entropy over the whole vocabulary."""
     steps_per_batch: Positive = 1
-    """Mini-batches per batch and epoch, one optimizer step each. More than one needs a barrier: the whole
-    batch must arrive before the first step."""
+    """Mini-batches per batch and epoch, with one optimizer step each. More than one needs a barrier: the
+    whole batch must arrive before the first step."""
     epochs: Positive = 1
     """Passes over a batch; more than one also needs the barrier."""
     prox: Literal["auto", "recompute", "loglinear", "current", "mu"] = "auto"
     """Source of log prox: recomputed at the start of the batch, interpolated between mu and pi, pi itself, or
-    mu (clips are then around mu, without a weight: verl's bypass mode). `auto`: `current` for one optimizer
-    step per batch, where it is exact, otherwise `recompute`."""
+    mu (clips are then centred on mu, without a weight: verl's bypass mode). `auto`: `current` for one
+    optimizer step per batch, where it is exact, otherwise `recompute`."""
     ess_lr: bool = False
-    """Scale the learning rate by the square root of the batch's effective sample share, at least 0.1."""
+    """Scale the learning rate by the square root of the batch's effective sample share, but by no less than
+    0.1."""
 
 
 def described_recomputation(every: int) -> str:
@@ -147,29 +149,29 @@ class KLConfig(Section, frozen=True):
     """Distance to a reference policy."""
 
     where: Literal["none", "reward", "loss", "loss_unweighted"] = "none"
-    """Subtract coef * KL from the token rewards, or add it to the loss: weighted by rho, since tokens come
-    from mu, or unweighted as in verl and TRL."""
+    """`reward`: subtract coef * KL from the token rewards. `loss`: add it to the loss, weighted by rho,
+    because the tokens come from mu. `loss_unweighted`: add it without this weight, as verl and TRL do."""
     estimator: Literal["auto", "k1", "abs", "k2", "k3", "straight_through", "forward", "reverse", "js"] = (
         "auto"
     )
-    """Estimator per token. `straight_through`: value of k3, gradient of k2. `auto`: k1 in the reward, k2 in
-    the loss, whose gradients are those of the KL. `forward`, `reverse`, `js` (loss only): KL(ref, pi), KL(pi,
-    ref) and Jensen-Shannon over the whole vocabulary."""
+    """Estimator per token. `straight_through`: the value of k3 with the gradient of k2. `auto`: k1 in the
+    reward, k2 in the loss, whose gradients are those of the KL. `forward`, `reverse` and `js` (loss only):
+    KL(ref, pi), KL(pi, ref) and Jensen-Shannon over the whole vocabulary."""
     top_k: Annotated[int, Meta(ge=0, le=256)] = 0
-    """forward, reverse, js: compare the reference's k most likely tokens, the sampled one and all others
-    together; 0: all tokens, which needs the reference in the trainer ranks."""
+    """forward, reverse, js: compare the reference's k most likely tokens, the sampled token, and all other
+    tokens as one class; 0: all tokens, which needs the reference in the trainer ranks."""
     coef: Annotated[float, Meta(ge=0)] = 1e-3
     """Initial coefficient."""
     target: Annotated[float, Meta(ge=0)] = 0.0
-    """KL per token to which the coefficient adapts; 0: fixed coefficient."""
+    """Target KL per token, to which the coefficient adapts; 0: fixed coefficient."""
     horizon: Positive = 10_000
-    """Episodes over which the coefficient adapts to `target`."""
+    """Number of episodes over which the coefficient adapts to `target`."""
     reference: PathText = ""
-    """Model directory or hub repository of the reference; empty: the one in `scorers`, otherwise the initial
-    policy (with LoRA: the model without the adapter)."""
+    """Model directory or hub repository of the reference; empty: the reference in `scorers`, otherwise the
+    initial policy (with LoRA: the model without the adapter)."""
     prompt: str = ""
-    """Text in front of the first message that the reference reads, so that the policy, or another model,
-    teaches with a better prompt. `{ground_truth}` is replaced by that of the sample."""
+    """Text placed before the first message that the reference reads, so that the policy, or another model,
+    teaches with a better prompt. `{ground_truth}` is replaced by the ground truth of the sample."""
     offload: bool = False
     """Keep the reference's shards in main memory between its forward passes."""
 
@@ -184,14 +186,14 @@ class KLConfig(Section, frozen=True):
 
 
 class CriticConfig(Section, frozen=True):
-    """Value function, a separate model, trained if the advantage needs values (gae)."""
+    """The value function: a separate model, trained only if the advantage needs values (gae)."""
 
     path: PathText = ""
     """Model directory or hub repository from which the critic starts; empty: model.path."""
     lr: Annotated[float, Meta(gt=0)] = 1e-5
     """Peak learning rate; the schedule is the policy's."""
     warmup_steps: Count = 0
-    """Initial batches that train only the critic."""
+    """Number of initial batches that train only the critic."""
     clip: Annotated[float, Meta(ge=0)] = 0.2
     """Range of the value clip around the value at the start of the batch; 0: off."""
 
@@ -202,13 +204,15 @@ class TrainerConfig(Section, frozen=True):
     ranks: Positive = 1
     """Number of trainer processes."""
     replicas: Positive = 1
-    """Copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), to reduce traffic."""
+    """Number of copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), to reduce
+    traffic."""
     sequence_parallel: Positive = 1
-    """Ranks that share each micro-batch, with a part of its packed rows each (Ulysses), for long rows."""
+    """Number of ranks that share each micro-batch, each with a part of its packed rows (Ulysses), for long
+    rows."""
     lr: Annotated[float, Meta(gt=0)] = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule of the learning rate after warm-up, by step, down to `lr_end` * lr at `total_steps`."""
+    """Schedule of the learning rate after warm-up, step by step, down to `lr_end` * lr at `total_steps`."""
     lr_end: Fraction = 0.1
     """Final learning rate as a fraction of the peak."""
     warmup_steps: Count = 0
@@ -219,32 +223,33 @@ class TrainerConfig(Section, frozen=True):
     """Weight decay; AdamW's is decoupled."""
     optimizer: Plugin = "adamw"
     """A registered name, or a class or function that builds an optimizer from parameters, `lr` and options,
-    e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`. It also receives `betas` and `weight_decay` if it accepts
-    them."""
+    e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`. The optimizer also receives `betas` and `weight_decay` if
+    it accepts these."""
     offload_optimizer: bool = False
     """Keep the shards of weights, gradients and optimizer state in main memory, and run the optimizer
     there."""
     activation_checkpointing: Literal["auto", "none", "full"] | Positive = "auto"
     """Layers whose activations are recomputed in the backward pass: none, all, or every k-th. `auto`: on a
-    GPU the fewest that fit by the memory estimate, on a CPU none. More layers are recomputed after a rank has
-    run out of memory."""
+    GPU, as few as the memory estimate allows; on a CPU, none. More layers are recomputed after a rank has run
+    out of memory."""
     compile: bool = False
     """Compile each layer with torch.compile, once for all lengths; needs a C++ compiler on a CPU."""
     grad_clip: Annotated[float, Meta(ge=0)] = 1.0
     """Maximum gradient norm; 0: off."""
     on_spike: Literal["skip", "rollback", "stop"] = "skip"
-    """After a batch whose gradient norm is not finite or a spike: skip its optimizer step; drop its episodes,
-    with a recorded reason, and continue from the newest checkpoint with others; or end the run."""
+    """After a batch whose gradient norm is not finite or is a spike: skip its optimizer step; drop its
+    episodes, with a recorded reason, and continue from the newest checkpoint with other episodes; or end the
+    run."""
     spike_factor: Annotated[float, Meta(ge=0)] = 0.0
     """A norm above this many times the median of the last 32 batches is a spike; 0: off."""
     micro_batch_tokens: Positive = 8192
     """Tokens of one micro-batch (forward and backward), on one rank or on the ranks that share it. Padding
-    counts with `packing` padded; a shared prefix counts once with tree. A longer episode is a micro-batch by
-    itself."""
+    counts with `packing=padded`; a shared prefix counts once with `packing=tree`. A longer episode is a
+    micro-batch by itself."""
     packing: Packing = "tree"
-    """padded: pad rows of a micro-batch to the longest. packed: concatenate them. tree: compute beginnings
-    that rows share once, with members of a group on one rank. If these would change the model's gradients,
-    the trainer pads instead, with a warning."""
+    """padded: pad rows of a micro-batch to the longest. packed: concatenate them. tree: compute each shared
+    beginning of rows only once, with members of a group on one rank. If `packed` or `tree` would change the
+    model's gradients, the trainer pads instead, with a warning."""
     router_replay: bool = False
     """Mixture-of-experts models: train each token with the experts that the SGLang server selected when
     sampling it (R3)."""
@@ -260,21 +265,21 @@ class StoreConfig(Section, frozen=True):
     """The run's store: states, plans and turns of its episodes."""
 
     keep_bytes: Count = 1 << 30
-    """Bytes of turns to keep for `asyncrl replay` and `regrade` after a resume no longer needs them, newest
-    first, in segments of 64 MB."""
+    """Bytes of the newest turns to keep for `asyncrl replay` and `regrade` once a resume no longer needs
+    these turns, in segments of 64 MB."""
 
 
 class CheckpointConfig(Section, frozen=True):
     """Checkpoints and the exports in them."""
 
     every: Count = 50
-    """Steps between checkpoints; 0: one at every 1,000th step and one at the end. Turns since the newest
-    checkpoint stay on disk, since a resume needs them."""
+    """Steps between checkpoints; 0: a checkpoint at every 1,000th step and at the end. Turns since the newest
+    checkpoint stay on disk, because a resume needs them."""
     keep: Positive = 2
-    """Newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     best: bool = False
-    """Also keep the checkpoint with the best validation, which scores the version published when the
-    validation began."""
+    """Also keep the checkpoint with the best validation. A validation scores the version that was published
+    when it began."""
     directory: PathText = ""
     """Parent of the run's checkpoint directory: an absolute path or an fsspec URL that all trainer ranks
     share; empty: the run directory."""
