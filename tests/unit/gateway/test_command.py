@@ -83,9 +83,9 @@ def test_the_last_line_is_the_result(line: str, result: Any) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("sh -c 'echo 1; echo no luck >&2; exit 3'", "sh ended with code 3: no luck"),
-        ("false", "false ended with code 1: no message"),
-        ("sh -c 'kill -9 $$'", "ended with code -9"),
+        ("sh -c 'echo 1; echo no luck >&2; exit 3'", "sh exited with code 3: no luck"),
+        ("false", "false exited with code 1: no message"),
+        ("sh -c 'kill -9 $$'", "exited with code -9"),
     ],
 )
 def test_a_failure_is_reported(line: str, why: str) -> None:
@@ -269,7 +269,7 @@ def test_agents_are_named_with_options(tmp_path: Path) -> None:
         ),
         ({"command": {"line": "ls", "files": "/no/such"}}, "files '/no/such': no such directory"),
         ({"command": {"line": "ls", "env": "=value"}}, "env '=value' has .* a value without a name"),
-        ({"command": {"line": "ls", "env": "A=\0"}}, "has a NUL"),
+        ({"command": {"line": "ls", "env": "A=\0"}}, "contains a NUL"),
         ({"command": {"line": "ls", "env": "A=\ud800"}}, r"env 'A=\\ud800' has .* lone surrogate"),
         ("comand", "did you mean command"),
         ("math:pi", "is not a function"),

@@ -820,7 +820,8 @@ def test_a_prompt_that_is_too_long_at_once_says_so() -> None:
     reason, detail = reason_of(AgentBench(agent, limits={"max_tokens": 4, "max_new_tokens": 4}))
     assert reason is FailReason.PROMPT_TOO_LONG
     assert (
-        detail == "This model's maximum context length is 4 tokens (rollout.max_tokens); the messages have 14"
+        detail
+        == "This model's maximum context length is 4 tokens (rollout.max_tokens); the messages have 14 tokens"
     )
 
 
@@ -990,7 +991,7 @@ TASK_INFO = '{"task": {"name": "t", "image": "i"}}'
         (TimeUp("late"), {}, EpisodeEnd.TIMEOUT, {"changes": "YQ=="}),
         (CommandError("refused"), {"max_turns": 1}, EpisodeEnd.MAX_TURNS, {"changes": "YQ=="}),
         (CommandError("killed"), {}, EpisodeEnd.DONE, {"changes": "YQ=="}),
-        (None, {"episode_timeout": 0.5}, EpisodeEnd.TIMEOUT, "the time was up before"),
+        (None, {"episode_timeout": 0.5}, EpisodeEnd.TIMEOUT, "the time limit expired before"),
     ],
 )
 def test_what_changed_is_judged_however_the_agent_ended(
