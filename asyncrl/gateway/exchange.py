@@ -274,7 +274,7 @@ def tool_call(name: str, arguments: str, wire_id: str) -> ToolCall:
     except (ValueError, RecursionError):
         parsed_arguments = None
     if not isinstance(parsed_arguments, dict):
-        raise ApiError(400, f"the arguments of a call of {name!r} are not a JSON object")
+        raise ApiError(400, f"the arguments of a call to {name!r} are not a JSON object")
     return ToolCall(name, arguments or "{}", wire_id)
 
 

@@ -227,7 +227,9 @@ class AgentPlayer:
 
         side_requests = ""
         if self._branches.turns:
-            side_requests = ", except in side requests (rollout.untrained_agents, or not of `agents`)"
+            side_requests = (
+                ", except in side requests (from agents in rollout.untrained_agents, or not in `agents`)"
+            )
         raise AgentError(f"the agent ended without calling the model{side_requests}")
 
     async def expire(self) -> Outcome:

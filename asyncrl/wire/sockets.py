@@ -397,7 +397,7 @@ def flush_sockets() -> None:
 def _check_size(parts: Sequence[bytes]) -> None:
     if (message_bytes := sum(map(len, parts))) > MAX_BYTES:
         raise ProtocolError(
-            f"a message of {message_bytes} bytes in {len(parts)} frames; at most {MAX_BYTES} can be sent"
+            f"a message has {message_bytes} bytes in {len(parts)} frames, but at most {MAX_BYTES} can be sent"
         )
 
 

@@ -249,7 +249,7 @@ def _check_room(config: RunConfig, url: str, info: ServerInfo, *, prompted: bool
     policy_tokens = config.rollout.max_tokens
     prompt_tokens = len(config.kl.prompt.encode()) if prompted else 0
     if input_limit is not None and input_limit < policy_tokens + prompt_tokens:
-        remedy = "lower it, or start the server with a larger --context-length or --max-total-tokens"
+        remedy = "lower max_tokens, or start the server with a larger --context-length or --max-total-tokens"
         prompt_note = f", and kl.prompt may take {prompt_tokens} more" if prompt_tokens else ""
         raise ConfigError(
             f"server {url} has room for {input_limit} tokens, but rollout.max_tokens is {policy_tokens}"

@@ -256,7 +256,7 @@ async def check_behaviour(config: RunConfig, server: ServerApi, version: str, sc
         except PASSING_ERRORS:
             raise
         except TimeoutError:
-            raise _unfit(server, version, f"{step}: not finished within {STEP_SECONDS:g} s") from None
+            raise _unfit(server, version, f"{step}: did not finish within {STEP_SECONDS:g} s") from None
         except AsyncrlError as error:
             raise _unfit(server, version, f"{step}: {one_line(error)}") from error
 
@@ -297,7 +297,7 @@ class BehaviourCheck:
                 finally:
                     await self._server.resume()
                 if is_ready or not await self._server.ready():
-                    raise EngineError("/ready says ready during a pause, or not after it")
+                    raise EngineError("/ready reports ready during a pause, or not ready after the pause")
             meta_info = await sampling
         finally:
             sampling.cancel()
