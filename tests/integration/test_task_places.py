@@ -185,7 +185,7 @@ async def test_more_changes_than_a_result_may_have_are_said(tmp_path: Path, task
         ),
         (
             {"line": "make x"},
-            "the image does not have the program 'make', and make of this machine cannot be used",
+            "the image does not have the program 'make', and make from this machine cannot be used",
         ),
         ({"line": "true", "files": "."}, "task fizz has an image, so files cannot be used"),
         ({"line": "true", "sandbox": "none"}, "task fizz has an image, so sandbox: none cannot be used"),

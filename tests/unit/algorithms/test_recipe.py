@@ -109,7 +109,10 @@ def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
             "needs whole groups",
         ),
         ({"algorithm": {"advantage": "optimal_token_baseline"}, "buffer": PARTIAL}, "biased|whole groups"),
-        ({"algorithm": {"normalise": "whiten_running"}, "buffer": PARTIAL | UNFILTERED}, "which were late"),
+        (
+            {"algorithm": {"normalise": "whiten_running"}, "buffer": PARTIAL | UNFILTERED},
+            "that were not late",
+        ),
         ({"buffer": PARTIAL | SYNC}, "late members arrive after their batch"),
         ({"kl": {"where": "reward"}, "buffer": {"on_stale": "drop"}}, "must all be in the batch"),
         ({"algorithm": {"loss": "tba", "advantage": "rloo"}, "buffer": PARTIAL}, "loss 'tba' needs whole"),
