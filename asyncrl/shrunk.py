@@ -71,7 +71,7 @@ def cached_findings(
         config_class = type(config).__name__
         error_line = one_line(error)
         logger.warning(
-            "%s is not checked on a small copy, because none can be made: %s", config_class, error_line
+            "%s is not checked on a small copy, because the copy cannot be made: %s", config_class, error_line
         )
         return None
 

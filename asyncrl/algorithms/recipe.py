@@ -192,16 +192,18 @@ def _ratio_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "algorithm.loss.ppo.dual_clip must not lie between 0 and 1; set 1 or more, or 0 to turn it off": (
             0 < dual_clip < 1
         ),
-        f"{name} already contains pi/mu, and a weight in algorithm.correction would count it twice; keep "
+        f"{name} already contains pi/mu, so a weight in algorithm.correction would count it twice; keep "
         "only masks": loss.ratio == "mu" and recipe.weighted,
-        "algorithm.correction has no weight although max_staleness > 0, so stale data would be trained "
+        "algorithm.correction has no weight although max_staleness > 0, so stale data would be used "
         "without correction; add truncate, or set max_staleness=0": (
             loss.ratio == "prox" and not recipe.weighted and config.buffer.max_staleness > 0
         ),
         "algorithm.correction batch_mean divides the weights, but no weights are set; add truncate, or "
         "remove batch_mean": recipe.batch_mean_weight and not recipe.weighted,
-        "algorithm.correction batch_mean would also scale the terms added to the policy loss; remove it, or "
-        "the KL in the loss and the entropy bonus": (recipe.batch_mean_weight and has_other_terms),
+        "algorithm.correction batch_mean would also scale the terms added to the policy loss; remove "
+        "batch_mean, or the KL in the loss and the entropy bonus": (
+            recipe.batch_mean_weight and has_other_terms
+        ),
         f"{name} with one optimizer step per batch never clips (pi = prox); use reinforce, prox=mu, or "
         "steps_per_batch or epochs > 1": loss.clips and not several_steps and recipe.prox != "mu",
         f"{name} with prox=current never clips (pi = prox); use recompute or loglinear": (
@@ -238,15 +240,15 @@ def _group_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     name = f"algorithm.advantage {recipe.advantage_name!r}"
 
     return {
-        f"{name} compares an episode with a group that includes it, but a late one with a group "
-        "that does not: biased with group_policy=partial; use dr_grpo, rloo or opo_loo, or "
+        f"{name} compares an episode with a group that includes it, but a late episode with a group "
+        "that does not, which is biased with group_policy=partial; use dr_grpo, rloo or opo_loo, or "
         "group_policy=complete": (partial and advantage.siblings and not advantage.late),
-        f"algorithm.normalise ({recipe.scale}) subtracts the mean of a batch, and which members of a group "
-        "it includes depends on which were late; with group_policy=partial use none or batch_std": (
+        f"algorithm.normalise ({recipe.scale}) subtracts the mean of a batch, which includes only those "
+        "members of a group that were not late; with group_policy=partial use none or batch_std": (
             partial and recipe.scale in ("whiten", "whiten_running")
         ),
         "buffer.max_staleness is 0: with group_policy=partial late members arrive after their batch, too "
-        "stale to be trained; use group_policy=complete": partial and buffer.max_staleness == 0,
+        "stale to train on; use group_policy=complete": partial and buffer.max_staleness == 0,
         f"{name} needs whole groups; use group_policy=complete": (
             partial and (advantage.whole_group or advantage.greedy)
         ),
@@ -267,7 +269,7 @@ def _group_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         and advantage.siblings
         and (partial or buffer.on_stale == "drop"),
         f"{name} reads the components of the reward, which algorithm.shaping and kl.where=reward do not "
-        "change; remove these, or use kl.where=loss": (
+        "change; remove both, or use kl.where=loss": (
             advantage.components and (bool(algorithm.shaping) or config.kl.where == "reward")
         ),
     }
@@ -308,7 +310,7 @@ def _demonstration_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool
     temperature = config.rollout.temperature
 
     return {
-        f"buffer.episodes_per_group: {name} would train each conversation {size} times; set it to 1": (
+        f"buffer.episodes_per_group: {name} would train on each conversation {size} times; set it to 1": (
             demonstrations and size != 1
         ),
         f"rollout.temperature ({temperature}): {name} uses the likelihood at temperature 1; set it to 1": (
@@ -317,7 +319,7 @@ def _demonstration_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool
         f"{name} ignores the reward; remove algorithm.shaping and kl.where=reward (kl.where=loss works)": (
             demonstrations and (bool(config.algorithm.shaping) or config.kl.where == "reward")
         ),
-        f"{name}: scorers score only sampled turns, so they would skip all of these; use kl.reference": (
+        f"{name}: scorers score only sampled turns, so they would skip every turn; use kl.reference": (
             demonstrations and config.scored_reference
         ),
     }
@@ -327,7 +329,7 @@ def _unused_setting_refusals(config: RunConfig, recipe: Recipe) -> dict[str, boo
     """Settings without effect."""
     teachers = [name for name in config.scorers if name.startswith("teacher")]
     return {
-        "algorithm.shaping overlong penalises what mask_truncated keeps out of the loss; remove one": (
+        "algorithm.shaping overlong penalises what mask_truncated keeps out of the loss; remove either": (
             config.algorithm.mask_truncated and "overlong" in config.algorithm.shaping
         ),
         "algorithm.prox loglinear equals pi with one optimizer step per batch; use auto": (
@@ -347,7 +349,7 @@ def _unused_setting_refusals(config: RunConfig, recipe: Recipe) -> dict[str, boo
         f"kl.top_k applies only to divergences, but kl.estimator is {recipe.kl_estimator}; use "
         f"{', '.join(DIVERGENCE_NAMES)}, or remove kl.top_k": config.kl.top_k > 0 and not recipe.divergence,
         "the settings of kl have no effect, because kl.where is none; set kl.where, or leave the "
-        "others at their defaults": not recipe.reference and config.kl != KLConfig(),
+        "other keys at their defaults": not recipe.reference and config.kl != KLConfig(),
         f"kl.estimator {recipe.kl_estimator} compares the whole vocabulary, but scorers return only the most "
         "likely tokens; set kl.top_k, or use kl.reference": bool(recipe.divergence)
         and config.scored_reference
@@ -356,5 +358,5 @@ def _unused_setting_refusals(config: RunConfig, recipe: Recipe) -> dict[str, boo
             config.scored_reference and not recipe.reference
         ),
         f"the settings of critic have no effect, because the advantage {recipe.advantage_name!r} has no "
-        "critic; use gae, or remove them": not recipe.critic and config.critic != CriticConfig(),
+        "critic; use gae, or remove these settings": not recipe.critic and config.critic != CriticConfig(),
     }

@@ -82,7 +82,7 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
     _check_sampled(f"episode {uid} turn {turn.index}", generation, vocabulary)
 
     if turn.context and max(turn.context) >= vocabulary:
-        raise ProtocolError(f"episode {uid} turn {turn.index}: {max(turn.context)} is not a token")
+        raise ProtocolError(f"episode {uid} turn {turn.index}: {max(turn.context)} is not a valid token ID")
 
     routes = generation.routes
     if routes is not None and (
@@ -143,7 +143,7 @@ def _check_sampled(subject: str, sampled: Generation, vocabulary: int) -> None:
         )
 
     if sampled.ids and max(sampled.ids) >= vocabulary:
-        raise ProtocolError(f"{subject}: {max(sampled.ids)} is not a token")
+        raise ProtocolError(f"{subject}: {max(sampled.ids)} is not a valid token ID")
     if any(span.version < 0 for span in sampled.spans):
         raise ProtocolError(f"{subject}: versions {[span.version for span in sampled.spans]}")
 
@@ -155,7 +155,7 @@ def check_logprobs(subject: str, sampled: Generation) -> None:
     """
     logprobs = sampled.logprobs
     if logprobs and not (math.isfinite(sum(logprobs)) and max(logprobs) <= MAX_LOGPROB):
-        raise ProtocolError(f"{subject}: log-probs that are not finite numbers up to 0")
+        raise ProtocolError(f"{subject}: some log-probs are not finite numbers of at most 0")
 
 
 def add_turn(episode: EpisodeRecord, turn: Turn, seconds: float = 0.0) -> None:

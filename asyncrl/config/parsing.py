@@ -109,26 +109,31 @@ def _check_combinations(config: RunConfig) -> None:
 
     refusals = {
         f"buffer.target_staleness ({buffer.target:g}) exceeds max_staleness ({buffer.max_staleness}): "
-        "admission would run ahead of the bound; lower it": buffer.target > buffer.max_staleness,
+        "admission would run ahead of the bound; lower target_staleness": (
+            buffer.target > buffer.max_staleness
+        ),
         f"algorithm.steps_per_batch ({algorithm.steps_per_batch}) exceeds groups_per_batch "
-        f"({buffer.groups_per_batch}), so a step would have no group; lower it": algorithm.steps_per_batch
-        > buffer.groups_per_batch,
+        f"({buffer.groups_per_batch}), so a step would have no group; lower steps_per_batch": (
+            algorithm.steps_per_batch > buffer.groups_per_batch
+        ),
         f"weights.every ({weights.every}) exceeds max_staleness + 1 ({buffer.max_staleness + 1}): "
-        "engines would be too old to start an episode; lower it": weights.every > buffer.max_staleness + 1,
+        "engines' weights would be too old to start an episode; lower weights.every": (
+            weights.every > buffer.max_staleness + 1
+        ),
         f"engine.urls lists a server twice ({', '.join(engine.urls)}); list each server once": (
             len({url.rstrip("/") for url in engine.urls}) < len(engine.urls)
         ),
         f"weights.transport {weights.transport} needs servers; set engine=sglang, or "
         "weights.transport=disk": (weights.transport != "disk" and not engine.remote),
         "weights.adapters=true needs adapters in complete files: set model.lora_rank, weights.transport=disk "
-        "and full_every=1, or remove it": weights.adapters is True
+        "and full_every=1, or remove weights.adapters": weights.adapters is True
         and not (config.adapters and weights.transport == "disk" and weights.full_every == 1),
         "agents: only the requests of an agent program name an agent; set rollout.agent": bool(
             config.agents and not rollout.agent
         ),
         "agents need versions that contain only adapters; set weights.transport=disk, full_every=1 and, with "
         "engine.urls, adapters=true": bool(config.agents and not config.adapters_apart),
-        "trainer.router_replay needs engine=sglang; set that, or trainer.router_replay=false": (
+        "trainer.router_replay needs engine=sglang; set engine=sglang, or trainer.router_replay=false": (
             trainer.router_replay and not engine.remote
         ),
         "trainer.router_replay does not work with trainer.compile=true; set one of them to false": (
@@ -137,11 +142,10 @@ def _check_combinations(config: RunConfig) -> None:
         "weights.full_every > 1 works only with files, as a server cannot apply deltas that it receives; use "
         "weights.transport=disk": weights.full_every > 1 and weights.transport != "disk",
         f"buffer.max_bytes ({buffer.max_bytes}) is less than a batch of episodes needs ({batch_bytes} bytes: "
-        f"{rollout.rows} rows of max_tokens each); raise it, or lower rollout.max_tokens or max_rows": (
-            buffer.max_bytes < batch_bytes
-        ),
+        f"{rollout.rows} rows of max_tokens each); raise buffer.max_bytes, or lower rollout.max_tokens or "
+        "max_rows": (buffer.max_bytes < batch_bytes),
         f"rollout.max_new_tokens ({rollout.max_new_tokens}) exceeds max_tokens "
-        f"({rollout.max_tokens}); lower it": rollout.max_new_tokens > rollout.max_tokens,
+        f"({rollout.max_tokens}); lower max_new_tokens": rollout.max_new_tokens > rollout.max_tokens,
         "rollout.agent runs episodes itself, with the tools of its requests; remove rollout.environment and "
         "rollout.tools, or rollout.agent": bool(rollout.agent and (rollout.environment or rollout.tools)),
         f"checkpoint.directory ({directory}) is relative, but not all processes run here; set an absolute "

@@ -358,5 +358,5 @@ def read_config(run_dir: Path) -> RunConfig:
             return msgspec.convert(with_current_keys(recorded), RunConfig)
     except (OSError, *UNDECODABLE) as error:
         raise ConfigError(
-            f"{path}: cannot be read by this version ({one_line(error)}); use the one that wrote it"
+            f"{path}: cannot be read by this version ({one_line(error)}); use the version that wrote it"
         ) from None

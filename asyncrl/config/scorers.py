@@ -68,7 +68,7 @@ def scorer_refusals(
 
     return {
         f"scorers.{', '.join(on_engines)}: urls=[engines] excludes other URLs, path, servers and tp, and "
-        "cannot serve a reward; remove these, or use separate servers": bool(
+        "cannot serve a reward; remove these settings, or use separate servers": bool(
             {*on_engines} & (asked_scorers | {"reward"})
         )
         or any(

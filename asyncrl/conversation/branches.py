@@ -431,7 +431,9 @@ class Branches:
             context = self._cached_ids(chat.text_ids, continuation, row_number is None)
         elif continuation and max(continuation) >= chat.vocabulary:
             highest_id = max(continuation)
-            raise ConfigError(f"the prompt has the id {highest_id}; the tokenizer knows {chat.vocabulary}")
+            raise ConfigError(
+                f"the prompt has the ID {highest_id}, but the tokenizer has {chat.vocabulary} tokens"
+            )
         else:
             context = continuation
 
@@ -465,7 +467,8 @@ class Branches:
         prompt_ids = self._messages_and_ids(row_number)[1] + context
         free_tokens = limits.max_tokens - len(prompt_ids)
         if free_tokens < 1:
-            return row_is_full(limits.max_tokens, len(prompt_ids), f"the messages have {len(prompt_ids)}")
+            explanation = f"the messages have {len(prompt_ids)} tokens"
+            return row_is_full(limits.max_tokens, len(prompt_ids), explanation)
 
         max_new_tokens = min(free_tokens, limits.max_new_tokens)
         if request.max_new_tokens is not None:
@@ -482,7 +485,8 @@ class Branches:
         characters += sum(map(characters_of, new_messages))
         if characters <= CHARACTERS_PER_TOKEN * (max_tokens - row_tokens):
             return None
-        return row_is_full(max_tokens, row_tokens + characters // 4, f"{characters} new characters are more")
+        explanation = f"{characters} new characters do not fit"
+        return row_is_full(max_tokens, row_tokens + characters // 4, explanation)
 
     def _find_extended_row(self, request: AgentRequest, is_side: bool) -> int | None:
         """Return the number of the free row that the request extends: the longest row, and of equally long

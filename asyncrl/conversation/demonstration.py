@@ -88,12 +88,12 @@ def _check_calls(rules: Rules, turn: Turn, message: Message, tools: tuple[str, .
         name = message.tool_calls[0].name
         if name not in rules.chat.decode(turn.generation.ids):
             raise ConfigError(
-                f"the chat template does not write the call of {name!r}: set model.template to one that "
-                "does (chatml_tools), or write the call into the content"
+                f"the chat template does not write the call to {name!r}: set model.template to one "
+                "that does (chatml_tools), or write the call into the content"
             )
 
         raise ConfigError(
-            f"rollout.parser cannot read back the call of {name!r} from the output of the chat "
+            f"rollout.parser cannot read back the call to {name!r} from the output of the chat "
             "template; list the tool in rollout.tools, or use another parser or template"
         )
 

@@ -164,7 +164,7 @@ def expire_episode(episode: Episode) -> Episode:
     """End an episode whose time is up. Finished turns are scored; an unfinished turn does not count. Without
     a finished turn the episode fails."""
     if not episode.turns:
-        detail = "rollout.episode_timeout passed before the first turn was finished"
+        detail = "rollout.episode_timeout expired before the first turn was finished"
         return _fail_episode(episode, FailReason.DEADLINE, detail)
     return _score_episode(episode, EpisodeEnd.TIMEOUT)
 

@@ -156,7 +156,7 @@ def score_turns(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) ->
     if unrewarded_agents := [agent for agent in turn_agents if agent not in result.agents]:
         return Fail(
             FailReason.REWARD_ERROR,
-            f"the reward is a dict of {', '.join(result.agents)}, without "
+            f"the reward is a dict of {', '.join(result.agents)}, but lacks "
             f"{unrewarded_agents[0] or 'agents'!r}: return 'score', or a number for each agent of the "
             "episode (the `model` of its requests)",
         )

@@ -29,7 +29,7 @@ REFUSED_FIELDS = {
     **{f"{part}.network_mode": NO_NETWORK for part in ("environment", "agent", "verifier")},
     **{f"{part}.allowed_hosts": NO_NETWORK for part in ("environment", "agent", "verifier")},
     "environment.allow_internet": NO_NETWORK,
-    "environment.os": "images are Linux images",
+    "environment.os": "only Linux images are supported",
     "environment.gpus": "sandboxes have no GPU",
     "environment.tpu": "sandboxes have no TPU",
     "environment.mcp_servers": "tasks cannot start MCP servers; list the server in rollout.tools",
@@ -78,9 +78,9 @@ class _Environment(msgspec.Struct, frozen=True):
     ] = ""
     workdir: Annotated[str, _honoured_field("where programs start; default: the image's directory")] = ""
     env: Annotated[
-        Variables, _honoured_field("variables of the agent and the tests; `${…}` is rejected")
+        Variables, _honoured_field("variables for the agent and the tests; `${…}` is rejected")
     ] = {}
-    memory_mb: Annotated[int, _honoured_field("memory of a sandbox, in MiB", ge=1)] | None = None
+    memory_mb: Annotated[int, _honoured_field("memory for a sandbox, in MiB", ge=1)] | None = None
     storage_mb: Annotated[int, _honoured_field("limit on the files written in it, in MiB", ge=1)] | None = (
         None
     )
@@ -89,7 +89,7 @@ class _Environment(msgspec.Struct, frozen=True):
 
 
 class _Agent(msgspec.Struct, frozen=True):
-    timeout_sec: Annotated[float, _honoured_field("time limit of the agent", **TIME_BOUNDS)] | None = None
+    timeout_sec: Annotated[float, _honoured_field("time limit for the agent", **TIME_BOUNDS)] | None = None
     user: (
         Annotated[str | int, _honoured_field("`root` or 0: the sandbox's root; any other value: its user")]
         | None
@@ -97,13 +97,13 @@ class _Agent(msgspec.Struct, frozen=True):
 
 
 class _Verifier(msgspec.Struct, frozen=True):
-    timeout_sec: Annotated[float, _honoured_field("time limit of the tests", **TIME_BOUNDS)] = 600.0
-    env: Annotated[Variables, _honoured_field("additional variables of the tests")] = {}
+    timeout_sec: Annotated[float, _honoured_field("time limit for the tests", **TIME_BOUNDS)] = 600.0
+    env: Annotated[Variables, _honoured_field("additional variables for the tests")] = {}
 
 
 class _Solution(msgspec.Struct, frozen=True):
     env: Annotated[
-        Variables, _honoured_field("additional variables of solution/solve.sh in `tasks check`")
+        Variables, _honoured_field("additional variables for solution/solve.sh in `tasks check`")
     ] = {}
 
 

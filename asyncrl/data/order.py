@@ -127,8 +127,8 @@ def draw_counts(weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
     if 0 in counts:
         raise ConfigError(
             f"data.train: source {counts.index(0)} has the weight {weights[counts.index(0)]:g} of "
-            f"{sum_of_weights:g}, less than one of the {total} draws of an epoch; raise it, or remove "
-            "the source"
+            f"{sum_of_weights:g}, less than one of the {total} draws of an epoch; raise the weight, "
+            "or remove the source"
         )
 
     return counts

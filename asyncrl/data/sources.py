@@ -42,7 +42,9 @@ def source_paths(config: DataConfig, split: str) -> list[str]:
     weighted = [source.path for source in sources if isinstance(source, WeightedSource)]
     unweighted = [source for source in sources if isinstance(source, str)]
     if weighted and unweighted:
-        raise ConfigError(f"data.train: {unweighted[0]} has no weight; set one for all sources, or for none")
+        raise ConfigError(
+            f"data.train: {unweighted[0]} has no weight; set a weight for all sources, or for none"
+        )
     return weighted or unweighted
 
 

@@ -117,7 +117,7 @@ def check_same_data(samples: Samples, recorded_fingerprint: str, filtered_by: st
     if recorded_fingerprint not in ("", samples.fingerprint):
         advice = "; restore the data (and, for tasks, their images)"
         if filtered_by:
-            advice = f": data.filter_overlong depends on {filtered_by}; restore that"
+            advice = f": data.filter_overlong depends on {filtered_by}; restore that setting"
 
         raise ConfigError(
             "data.train: the samples, or their order, differ from those the run started with"

@@ -84,7 +84,8 @@ def check_task(sample: Sample, judged: bool) -> TaskTests | None:
     if task is None:
         if judged:
             raise ConfigError(
-                f"{where} is not a task, but rollout.reward judges tasks; set another (docs/guides/tasks.md)"
+                f"{where} is not a task, but rollout.reward judges tasks; set another reward "
+                "(docs/guides/tasks.md)"
             )
         return None
 

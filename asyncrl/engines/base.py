@@ -129,11 +129,11 @@ def check_request(request: Request, vocabulary: int, max_len: int) -> None:
     problem = ""
 
     if prompt_length == 0:
-        problem = "no ids"
+        problem = "the prompt is empty"
     elif min(request.ids) < 0 or max(request.ids) >= vocabulary:
-        problem = f"ids outside the vocabulary of {vocabulary}"
+        problem = f"the prompt has IDs outside the vocabulary of {vocabulary} tokens"
     elif prompt_length + 1 > max_len:
-        problem = f"{prompt_length} ids leave no room for a token within max_len {max_len}"
+        problem = f"{prompt_length} prompt tokens leave no room for a new token within max_len {max_len}"
     elif sampling.max_new_tokens < 1 or sampling.temperature < 0:
         problem = f"sampling parameters out of range: {sampling}"
 

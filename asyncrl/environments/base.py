@@ -72,7 +72,7 @@ def load_environment(
 
     if missing_members := [name for name in _REQUIRED_MEMBERS if not hasattr(environment, name)]:
         raise ConfigError(
-            f"{key_path}: {type(environment).__name__} is not an environment, as it lacks "
+            f"{key_path}: {type(environment).__name__} is not an environment, because it lacks "
             f"{', '.join(missing_members)}; derive it from asyncrl.environments.Environment"
         )
 

@@ -136,7 +136,7 @@ class OpenEnv(Environment):
                 await self._websocket.send_str(json.dumps({"type": message_type, "data": data}))
                 message = await self._websocket.receive()
             if message.type is not aiohttp.WSMsgType.TEXT:
-                raise OpenEnvError(f"{self._url}: the connection ended ({message.type.name})")
+                raise OpenEnvError(f"{self._url}: the connection was closed ({message.type.name})")
             frame = _decode_frame(message.data)
             return _decode_error(frame.data) if frame.type == "error" else _decode_result(frame.data)
         except TimeoutError:

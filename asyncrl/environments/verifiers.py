@@ -57,9 +57,9 @@ class Verifiers(Environment):
 
         roles = list(self._environment.config.agent_harnesses())
         if not role and len(roles) > 1:
-            raise ConfigError(f"several agents ({', '.join(roles)}); name the trained one with role")
+            raise ConfigError(f"there are several agents ({', '.join(roles)}); set role to the trained one")
         if role and role not in roles:
-            raise ConfigError(f"no agent {role!r}; there are: {', '.join(roles)}")
+            raise ConfigError(f"no agent {role!r}; the agents are: {', '.join(roles)}")
 
         self._role = role or roles[0]
         self._roles = roles
@@ -89,7 +89,7 @@ class Verifiers(Environment):
 
     async def step(self, message: Message) -> Observation:
         if self._turn_reply is None or self._turn_reply.done():
-            raise RuntimeError("the environment did not ask for a turn")
+            raise RuntimeError("the environment did not request a turn")
         self._turn_reply.set_result(message)
         return await self._next_observation()
 
@@ -168,7 +168,7 @@ class Verifiers(Environment):
 
     async def _ask_for_turn(self, messages: list[Any]) -> tuple[Any, bool]:
         if self._turn_reply is not None and not self._turn_reply.done():
-            raise RuntimeError("the environment asks for two turns at once")
+            raise RuntimeError("the environment requested two turns at once")
         if self._limit_reached:
             return None, False
         self._turn_reply = asyncio.get_running_loop().create_future()

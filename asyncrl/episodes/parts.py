@@ -202,7 +202,7 @@ def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], em
     )
     if chat.stop_ids and min(chat.stop_ids) >= embedding_rows:
         raise ConfigError(
-            f"model.path: only the token {min(chat.stop_ids)} or a higher one ends a turn, but {advice}"
+            f"model.path: every token that ends a turn is {min(chat.stop_ids)} or higher, but {advice}"
         )
 
     needs_text = chat.splits_at(missing_tokens)

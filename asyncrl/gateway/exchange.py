@@ -171,7 +171,7 @@ Limit = Annotated[int, Meta(ge=1)]
 
 
 SAMPLING_EFFECT = "is ignored: the run sets the sampling (rollout.temperature)"
-HINT_EFFECT = "is only a hint, except for tool_choice none: the model may answer otherwise"
+HINT_EFFECT = "is only a hint: the model may answer otherwise, except with tool_choice none"
 MAX_LOGGED_FIELDS = 200  # names of fields that are logged, since agents choose names
 FORM_FIELDS = ("tool_choice", "parallel_tool_calls", "response_format", "text")
 ModelName = Annotated[str, Meta(max_length=256)]  # any text: the name of the agent
@@ -206,7 +206,8 @@ def agent_request(
     conversation = tuple(_template_messages(messages))
     if conversation and conversation[-1].role == "assistant":
         raise ApiError(
-            400, "the last message is the assistant's, and its text cannot be continued; add a user message"
+            400,
+            "the last message is from the assistant, but its text cannot be continued; add a user message",
         )
 
     choice_kind = tool_choice.get("type") if isinstance(tool_choice, dict) else tool_choice
@@ -273,7 +274,7 @@ def tool_call(name: str, arguments: str, wire_id: str) -> ToolCall:
     except (ValueError, RecursionError):
         parsed_arguments = None
     if not isinstance(parsed_arguments, dict):
-        raise ApiError(400, f"the arguments of a call of {name!r} are not a JSON object")
+        raise ApiError(400, f"the arguments of a call to {name!r} are not a JSON object")
     return ToolCall(name, arguments or "{}", wire_id)
 
 

@@ -78,7 +78,7 @@ async def why_not_executable(program: str, files: ProgramFiles, search_path: str
             subject = f"{env_program!r}{named_by}"
             path = env_program if "/" in env_program else await files.look_up(env_program, search_path)
 
-    return f"more than {MAX_STEPS} scripts name each other as interpreters, the last one {path!r}"
+    return f"more than {MAX_STEPS} scripts name each other as interpreters; the last one is {path!r}"
 
 
 def _started_by_env(argument: str = "") -> str:

@@ -39,7 +39,7 @@ class CommandError(AsyncrlError):
 
 def words_of(line: str, key: str = "line") -> list[str]:
     """Split a line as a shell would. ConfigError, with the option's name, for words that cannot be filled."""
-    with ConfigError.instead_of(ValueError, text=f"{key} {line!r} cannot be split"):
+    with ConfigError.instead_of(ValueError, text=f"{key} {line!r} cannot be split into words"):
         words = shlex.split(line)
     for index, word in enumerate(words):
         if problem := _placeholder_problem(words[:index], word):
@@ -56,14 +56,15 @@ def _placeholder_problem(previous_words: list[str], word: str) -> str:
 
     if known_names and (SHELL_TEXT.search(PLACEHOLDER.sub("", word)) or _runs_next(previous_words)):
         return (
-            f"{{{known_names[0]}}} is inside a program's text, {word!r}, and would be run as a part of it; "
+            f"{{{known_names[0]}}} is inside a program's text, {word!r}, and would run as part of it; "
             f"pass it as an argument: sh -c 'agent \"$1\"' sh {{{known_names[0]}}}"
         )
 
     last_placeholder = f"{{{placeholder_names[-1]}}}" if placeholder_names else ""
     if len(known_names) > 1 or (known_names and not word.endswith(last_placeholder)):
         return (
-            f"{{{known_names[0]}}} is in the middle of {word!r}; make it a separate word, or the end of one"
+            f"{{{known_names[0]}}} is in the middle of {word!r}; make it a separate word, or put it at the "
+            "end of a word"
         )
     if word.endswith(last_placeholder) and len(placeholder_names) > len(known_names):
         return f"unknown placeholder {last_placeholder}; known: {', '.join(sorted(LINE_PLACEHOLDERS))}"
@@ -124,7 +125,7 @@ def fill_word(word: str, values: Mapping[str, str]) -> str:
         if len(prompt.encode(errors="replace")) > MAX_ARGUMENT_BYTES:
             problem = f"it has more than {MAX_ARGUMENT_BYTES} bytes"
         if "\0" in prompt:
-            problem = "it contains a NUL"
+            problem = "it contains a NUL character"
         if problem:
             raise CommandError(f"the prompt cannot be an argument: {problem}; use {{prompt_file}}")
 

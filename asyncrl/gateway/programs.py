@@ -163,7 +163,9 @@ class Command:
         self._set_variables = {name: value for name, equals, value in variables if equals}
         self._inherited_names = {name for name, equals, _ in variables if not equals}
         if UNWRITABLE_CHARACTERS.search(env) or any(not name.strip() for name, *_ in variables):
-            raise ConfigError(f"env {env!r} has a NUL, a lone surrogate, or a value without a name")
+            raise ConfigError(
+                f"env {env!r} contains a NUL character, a lone surrogate, or a value without a name"
+            )
 
         chosen_limits = {"resident": memory_mb, "processes": processes, "disk": disk_mb}
         chosen_limits = {name: limit for name, limit in chosen_limits.items() if limit}
@@ -211,9 +213,12 @@ class Command:
             if running.done():
                 return running.result()
 
-            time_up = TimeUp(f"{self._program_name} was stopped after {seconds:g} s, when its time was up")
+            time_up = TimeUp(
+                f"{self._program_name} was stopped after {seconds:g} s, when its time limit expired"
+            )
             if task:
-                time_up.result = {"failed": f"its sandbox did not end the program within {SPARE_SECONDS:g} s"}
+                failure = f"its sandbox did not stop the program within {SPARE_SECONDS:g} s"
+                time_up.result = {"failed": failure}
                 stop.set_result(time_up)
                 await asyncio.wait([running], timeout=SPARE_SECONDS)
 
@@ -250,7 +255,7 @@ class Command:
         if task and (self.sandbox == "none" or self._file_tree):
             excluding_option = "sandbox: none" if self.sandbox == "none" else "files"
             raise SetupError(
-                f"task {task.name} has an image, so {excluding_option} cannot be used; remove it"
+                f"task {task.name} has an image, so {excluding_option} cannot be used; remove that option"
             )
 
         if self.sandbox == "none":
@@ -274,7 +279,7 @@ class Command:
         local_state = (
             "and this machine does not have it either"
             if self._absence
-            else f"and {local_program} of this machine cannot be used there"
+            else f"and {local_program} from this machine cannot be used there"
         )
 
         raise SetupError(
@@ -416,7 +421,9 @@ def _paths_to_show(words: list[str], files: str, show: Sequence[str]) -> list[st
         if not os.path.exists(shown_paths[-1]):
             raise ConfigError(f"{option} {path!r}: no such file or directory")
         if os.path.realpath(shown_paths[-1]) in ("/", "/dev", "/etc", "/proc"):
-            raise ConfigError(f"{option} {path!r}: a sandbox has its own; list the files in it that you need")
+            raise ConfigError(
+                f"{option} {path!r}: a sandbox has its own {path}; list only the files that you need"
+            )
 
     return shown_paths
 
@@ -428,14 +435,14 @@ def _checked_home_files(files: Mapping[str, str]) -> Mapping[str, str]:
         parts = path.split("/")
         if any(part in ("", ".", "..") for part in parts) or UNWRITABLE_CHARACTERS.search(path):
             raise ConfigError(
-                f"home_files {path!r} is not a path of a file in HOME, such as .config/agent.toml"
+                f"home_files {path!r} is not the path of a file in HOME, such as .config/agent.toml"
             )
         if paths_below := [other_path for other_path in files if other_path.startswith(f"{path}/")]:
             raise ConfigError(
                 f"home_files {path!r} cannot be a file, because {paths_below[0]!r} is inside it"
             )
         if UNWRITABLE_CHARACTERS.search(text):
-            raise ConfigError(f"home_files {path!r} contains a NUL or a lone surrogate")
+            raise ConfigError(f"home_files {path!r} contains a NUL character or a lone surrogate")
 
     if (size := sum(len(text.encode()) for text in files.values())) > MAX_HOME_FILE_BYTES:
         size_problem = f"home_files has {size} bytes, more than the {MAX_HOME_FILE_BYTES} allowed"

@@ -251,19 +251,21 @@ class _UnreadRequests(logging.Filter):
 
         if isinstance(error, UNREAD_ERRORS):
             log.warning(
-                "refused a request of an agent that could not be read: %s (further ones are only counted)",
+                "could not read a request from an agent: %s (further failures are only counted)",
                 name,
             )
         else:
             frames = "".join(traceback.format_tb(error.__traceback__)) if error else ""
-            log.error("a request of an agent failed: %s (further ones are only counted)\n%s", name, frames)
+            log.error(
+                "a request from an agent failed: %s (further failures are only counted)\n%s", name, frames
+            )
 
         return False
 
     def log_counts(self) -> None:
         if self.counts:
             log.warning(
-                "%d requests of agents could not be read, or failed: %s",
+                "%d requests from agents failed, or could not be read: %s",
                 self.counts.total(),
                 ", ".join(f"{name} {count}" for name, count in self.counts.most_common()),
             )
@@ -318,9 +320,7 @@ class Gateway:
 
             self._listener = await self.loop.create_server(self._connections.protocol_factory(), host, 0)
         except OSError as error:
-            message = (
-                f"{setting}: {error.strerror or error}; set an address of this machine, or the name of one"
-            )
+            message = f"{setting}: {error.strerror or error}; set an address or a host name of this machine"
             raise ConfigError(message) from error
 
         self._base_url = _listener_url(self._listener.sockets[0])
@@ -458,7 +458,7 @@ class Gateway:
             arrival_problem = f"the request's body did not arrive within {READ_SECONDS:g} s; send it again"
             raise ApiError(408, arrival_problem) from error
         except web.RequestPayloadError as error:
-            body_problem = "the request's body is broken: invalid chunks, or not of the announced length"
+            body_problem = "the request's body has invalid chunks, or is not as long as announced"
             raise ApiError(400, body_problem) from error
 
         await self._connections.loop_times.until_released(running_episode)

@@ -53,7 +53,7 @@ class TextRequest(msgspec.Struct, frozen=True):
     best_of: Any = None
 
 
-UNSUPPORTED_FIELDS = {"echo": "you have the prompt already", "suffix": "texts can only be continued"}
+UNSUPPORTED_FIELDS = {"echo": "you already have the prompt", "suffix": "texts can only be continued"}
 
 
 def read(body: bytes) -> TextExchange:
@@ -78,7 +78,7 @@ def _single_prompt(value: Any) -> str | tuple[int, ...]:
     if is_token_list and value:
         return tuple(value)
 
-    raise ApiError(400, "prompt must be a text or a list of token ids, and not empty")
+    raise ApiError(400, "prompt must be a text or a list of token IDs, and must not be empty")
 
 
 class TextExchange(Exchange):

@@ -48,8 +48,8 @@ LOOK_UP_SCRIPT = """IFS=:; set -f; for directory in $1; do
   if [ -f "$directory/$2" ] && [ -x "$directory/$2" ]; then printf "%s" "$directory/$2"; break; fi
 done"""
 PROBLEM_SCRIPT = """if [ -d "$1" ]; then echo is a directory
-elif [ -h "$1" ] && [ ! -e "$1" ]; then echo is a link to a file that is not there
-elif [ ! -e "$1" ]; then echo is not there
+elif [ -h "$1" ] && [ ! -e "$1" ]; then echo is a link to a file that does not exist
+elif [ ! -e "$1" ]; then echo does not exist
 elif [ ! -x "$1" ]; then echo is not executable; fi"""
 ANSWER_MARK = "asyncrl answer:"  # printed before the output of a script
 OWN_DIRECTORIES = ("home", "tmp")
@@ -133,7 +133,7 @@ def _execution_problem(path: Path) -> str:
     if path.is_dir():
         return "is a directory"
     if not path.exists():
-        return "is a link to a file that is not there" if path.is_symlink() else "is not there"
+        return "is a link to a file that does not exist" if path.is_symlink() else "does not exist"
     return "" if os.access(path, os.X_OK) else "is not executable"
 
 
@@ -186,14 +186,15 @@ class SandboxWorkspace:
         if result.ending is RunEnding.OVER:
             max_mb = self._jail.limits.resident
             raise CommandError(
-                f"it used more than {max_mb} MiB with its files, and was killed; raise memory_mb"
+                f"it used more than {max_mb} MiB, including its files, and was killed; raise memory_mb"
             )
 
         if result.ending in (RunEnding.DIED, RunEnding.STARVED):  # code inside cannot cause these endings
             cause = "its sandbox ended"
             if result.ending is RunEnding.STARVED:
                 cause = (
-                    "its sandbox was ended because this machine was nearly out of memory; lower rollout.slots"
+                    "its sandbox was stopped because this machine was nearly out of memory; lower "
+                    "rollout.slots"
                 )
             raise SetupError(f"task {self.task.task.name}: {cause}") if self.task else CommandError(cause)
 
@@ -244,7 +245,7 @@ async def open_sandbox_workspace(
         mkdir_result = await jail.run("shell", f"mkdir -p {directories}", MAKE_SECONDS)
         if mkdir_result.ending is not RunEnding.DONE:
             cause = mkdir_result.output.strip() or mkdir_result.ending
-            reason = f"the workspace in its sandbox could not be created: {cause}"
+            reason = f"the workspace in the sandbox could not be created: {cause}"
             raise SetupError(f"task {task.name}: {reason}") if task else CommandError(reason)
 
         yield workspace
@@ -274,7 +275,7 @@ async def run_program(
 
     if status:
         raise CommandError(
-            f"{words[0]} ended with code {status}: {_last_complaint(stderr_tail.result()) or 'no message'}"
+            f"{words[0]} exited with code {status}: {_last_complaint(stderr_tail.result()) or 'no message'}"
         )
 
     return stdout_tail.result()

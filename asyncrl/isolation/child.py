@@ -239,7 +239,7 @@ class Child(Generic[SetupT, RequestT, AnswerT]):
     async def _exchange_frames(self, message: SetupT | RequestT, seconds: float) -> AnswerT | None:
         frame = _encode(message)
         if len(frame) > MAX_REQUEST_BYTES:
-            raise ChildError(f"{len(frame)} bytes are too many for {self._name}")
+            raise ChildError(f"a request of {len(frame)} bytes is too large for {self._name}")
 
         try:
             async with asyncio.timeout(None if math.isinf(seconds) else seconds):
@@ -260,7 +260,7 @@ class Child(Generic[SetupT, RequestT, AnswerT]):
             self._writer.write(len(frame).to_bytes(LENGTH_BYTES, "little") + frame)
             length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "little")
             if length > self._max_answer_bytes:
-                raise ChildError(f"{self._name} sent {length} bytes at once")
+                raise ChildError(f"{self._name} sent an answer of {length} bytes, which is too large")
             reply: ChildReply[AnswerT] = self._decode_reply(await self._reader.readexactly(length))
         except UNDECODABLE as error:
             raise ChildError(f"{self._name} sent an unreadable answer ({one_line(error)})") from error
@@ -325,7 +325,8 @@ def serve() -> None:
         if len(answer_frame) > max_answer_bytes:
             answer_frame = _encode(
                 ChildReply(
-                    error=f"the answer has {len(answer_frame)} bytes, at most {max_answer_bytes} are allowed"
+                    error=f"the answer has {len(answer_frame)} bytes, but at most {max_answer_bytes} are "
+                    "allowed"
                 )
             )
 

@@ -47,7 +47,9 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
     layer_roots = [root for root in image.layers if root]
     digests_below = tuple(Path(root).parent.name for root in layer_roots)
     if len(digests_below) > MAX_IMAGES_BELOW:
-        raise ConfigError(f"--over {over}: it is itself over {MAX_IMAGES_BELOW} images; import them as one")
+        raise ConfigError(
+            f"--over {over}: it already has {MAX_IMAGES_BELOW} images below it; import them as a single image"
+        )
     image = msgspec.structs.replace(image, digest="", root="", over=digests_below, size=0, files=0)
 
     images = images_directory()
@@ -171,7 +173,7 @@ def _copy_stream(source: str, spool_path: str, bounds: Bounds) -> str:
         while chunk := source_file.read(CHUNK_BYTES):
             spool_file.write(chunk)
             if spool_file.tell() >> 20 >= bounds.mib:
-                raise ConfigError(f"{source}: has more than {bounds.mib} MiB (--mib)")
+                raise ConfigError(f"{source}: is larger than {bounds.mib} MiB (--mib)")
     return spool_path
 
 

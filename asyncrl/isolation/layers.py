@@ -87,7 +87,7 @@ def find_layers(
     if "manifest.json" in index:
         saved_images = read_json("manifest.json", list[_Saved])
         if len(saved_images) != 1:
-            refuse(f"holds {len(saved_images)} images; save one")
+            refuse(f"holds {len(saved_images)} images; save only one")
         config_name = saved_images[0].config
         layer_names = saved_images[0].layers
     else:
@@ -103,7 +103,7 @@ def find_layers(
                 name for name, platform in platforms.items() if platform.architecture == architecture
             ]
             if len(matching_names) != 1:
-                refuse(f"holds {len(matching_names)} images for {architecture}; save one")
+                refuse(f"holds {len(matching_names)} images for {architecture}; save only one")
             manifest = read_json(matching_names[0], _Manifest)
         if not manifest.config:
             refuse("has no manifest with a configuration")
@@ -122,7 +122,7 @@ def find_layers(
     user = settings.user or ""
 
     if "\0" in "".join((*environment, *environment.values(), directory, user)):
-        refuse("its settings contain a NUL")
+        refuse("its settings contain a NUL character")
 
     directory = posixpath.normpath(directory)
     image = msgspec.structs.replace(image, environment=environment, directory=directory, user=user)

@@ -176,7 +176,7 @@ class ProcessPool(Generic[SetupT, RequestT, AnswerT]):
         return child
 
     def _closed_error(self) -> ChildError:
-        return ChildError(f"{self._name} cannot be started any more: its pool is closed")
+        return ChildError(f"{self._name} cannot be started, because its pool is closed")
 
     def _timeout_error(self) -> ChildError:
         return ChildError(f"{self._name} was not ready within {self._start_seconds:g} s")

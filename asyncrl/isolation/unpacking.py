@@ -235,7 +235,7 @@ class _Unpacking:
 
             tar.fileobj.seek(tar.offset)
             if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                refuse("the archive is damaged or cut off after it")
+                refuse("the archive is damaged or cut off after this entry")
             while tar.fileobj.read(CHUNK_BYTES):
                 pass  # read on to the checksum
 
@@ -245,7 +245,7 @@ class _Unpacking:
         directory, name = posixpath.split(path)
         if name == DELETE_ALL_BELOW:
             if self.has_image_below and directory == "/":
-                refuse("deletes all of the image below; import it without --over")
+                refuse("deletes the entire image below; import it without --over")
             for inner_name in os.listdir(directory) if os.path.isdir(directory) else ():
                 _remove_path(posixpath.join(directory, inner_name))
             if self.has_image_below:

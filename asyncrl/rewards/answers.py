@@ -216,7 +216,7 @@ def agent(
     if result is None:
         raise ValueError(
             f"the agent returned no score (end of the episode: {extra.get('end', 'unknown')}); return a "
-            "number or a dict with 'score', also after a refused request"
+            "number or a dict with 'score', even after a refused request"
         )
 
     return result

@@ -256,7 +256,9 @@ class LLMJudge:
         with ConfigError.instead_of(re.error, text=f"score: {score!r} is not a valid pattern"):
             self._score_pattern = re.compile(score)
         if self._score_pattern.groups < 1:
-            raise ConfigError(f"score: {score!r} has no group for the number; put it in parentheses")
+            raise ConfigError(
+                f"score: {score!r} has no group for the number; put the number's pattern in parentheses"
+            )
         self._scale = scale
 
     async def __call__(self, episode: RewardInput) -> float:

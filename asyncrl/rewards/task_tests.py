@@ -126,7 +126,7 @@ class JudgedByTests:
                     try:
                         await self._judge_changes(task, tests, None)
                     except NoVerdict as error_without_changes:
-                        reason = f"task {task.name}, also without changes: {error_without_changes}"
+                        reason = f"task {task.name}, even without changes: {error_without_changes}"
                         raise RewardError(reason, FailReason.TESTS_FAILED_TO_RUN) from None
 
         notes = "; ".join(str(note) for note in (verdict.notes, result.get("ended")) if note)
@@ -170,20 +170,20 @@ class JudgedByTests:
         environment = {"HOME": jail.home, **sandbox.environment, **tests.environment}
         program = Program(["/bin/sh", "-c", RUN_SCRIPT], environment, sandbox.directory)
         run_result = await jail.execute(program, (null_file, null_file, null_file), tests.seconds)
-        timeout_note = f"the tests did not end within {tests.seconds:g} s"
+        timeout_note = f"the tests did not finish within {tests.seconds:g} s"
 
         # No code inside can end the sandbox early.
         if run_result.ending is RunEnding.DIED and run_result.seconds < tests.seconds:
-            raise SandboxError("the sandbox of the tests ended")
+            raise SandboxError("the sandbox for the tests stopped unexpectedly")
 
         if run_result.ending is RunEnding.STARVED:
-            reason = "the tests were ended because this machine was nearly out of memory"
-            raise SandboxError(f"{reason}; lower at_once of the reward tests")
+            reason = "the tests were stopped because this machine was nearly out of memory"
+            raise SandboxError(f"{reason}; lower at_once for the reward 'tests'")
 
         endings = {
             RunEnding.LATE: timeout_note,
             RunEnding.DIED: timeout_note,
-            RunEnding.OVER: f"the tests used more than {jail.limits.resident} MiB with their files",
+            RunEnding.OVER: f"the tests used more than {jail.limits.resident} MiB, including their files",
         }
         if run_result.ending in endings:
             raise NoVerdict(endings[run_result.ending])

@@ -227,20 +227,22 @@ class AgentPlayer:
 
         side_requests = ""
         if self._branches.turns:
-            side_requests = ", except in side requests (rollout.untrained_agents, or not of `agents`)"
+            side_requests = (
+                ", except in side requests (from agents in rollout.untrained_agents, or not in `agents`)"
+            )
         raise AgentError(f"the agent ended without calling the model{side_requests}")
 
     async def expire(self) -> Outcome:
         self._check_replayed()
         if not without_untrained(self._branches.turns):
-            detail = "rollout.episode_timeout passed before the first turn was finished"
+            detail = "rollout.episode_timeout expired before the first turn was finished"
             return Outcome(Fail(FailReason.DEADLINE, detail), ())
 
         if self._agent_outcome is not None:
             end, result = self._agent_outcome
             return await self._score_turns(end, result)
 
-        unknown_result = {"failed": "the time was up before the changes were collected"}
+        unknown_result = {"failed": "the time limit expired before the changes were collected"}
         result = unknown_result if task_of(self.run.assignment.sample) else None
         return await self._score_turns(EpisodeEnd.TIMEOUT, result)
 

@@ -68,7 +68,7 @@ class DemonstrationPlayer:
         return -logprob_sum / len(token_logprobs)
 
     async def expire(self) -> Outcome:
-        raise ProtocolError("a conversation of the data was not posted within rollout.episode_timeout")
+        raise ProtocolError("a conversation from the data was not posted within rollout.episode_timeout")
 
     async def close(self) -> None:
         """Do nothing: nothing was opened."""

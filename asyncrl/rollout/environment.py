@@ -104,7 +104,7 @@ def _checked_observation(answer: Any) -> Observation:
 
     messages = tuple(islice(answer.messages, MAX_MESSAGES + 1))
     if len(messages) > MAX_MESSAGES:
-        raise ValueError(f"an Observation has at most {MAX_MESSAGES} messages")
+        raise ValueError(f"an Observation can have at most {MAX_MESSAGES} messages")
 
     return Observation(
         tuple(map(_checked_message, messages)), finite_number("the reward", answer.reward), bool(answer.done)
@@ -116,7 +116,9 @@ def _checked_message(message: Any) -> Message:
     if not isinstance(message, Message):
         raise TypeError(f"the messages of an Observation must be Messages, not {type(message).__name__}")
     if message.tool_calls:
-        raise ValueError("the messages of an Observation make no tool calls; only the model does")
+        raise ValueError(
+            "the messages of an Observation cannot contain tool calls; only the model makes tool calls"
+        )
 
     return Message(
         _checked_name("role", message.role),
@@ -131,7 +133,7 @@ def _checked_name(key: str, value: Any) -> str:
     checked_name = _checked_text(key, value)
     if len(checked_name) > MAX_NAME_LENGTH:
         raise ValueError(
-            f"the {key} of a message has at most {MAX_NAME_LENGTH} characters, not {len(checked_name)}"
+            f"the {key} of a message can have at most {MAX_NAME_LENGTH} characters, not {len(checked_name)}"
         )
     return checked_name
 

@@ -187,7 +187,9 @@ class TurnPlayer:
             await self._tools.close()
             await self._tools.open()
             if self._tools.opening_text != episode.opened.opening_text:
-                raise ProtocolError("reset of a tool's object returned another text when repeated") from None
+                raise ProtocolError(
+                    "reset of a tool's object returned a different text when repeated"
+                ) from None
             await self._repeat_turns(episode)
 
         self._tools.caught_up()

@@ -117,13 +117,15 @@ class Tool:
 
         if self.process and (self.state is not None or self.blocking):
             raise ConfigError(
-                f"tool {self.name!r}: process=True works only for functions, and without blocking"
+                f"tool {self.name!r}: process=True works only for functions, and not together with blocking"
             )
 
         # An object of an async method may have other members that block.
         runs_elsewhere = self.process or (self.blocking and self.state is None)
         if runs_elsewhere and inspect.iscoroutinefunction(self.function):
-            raise ConfigError(f"tool {self.name!r} is async: it needs neither blocking nor process")
+            raise ConfigError(
+                f"tool {self.name!r} is async, so it needs neither blocking nor process; remove them"
+            )
 
 
 tools: Registry[Tool | Callable[..., Any]] = Registry(

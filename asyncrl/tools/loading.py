@@ -35,7 +35,8 @@ def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None =
             if spec_tool.name in loaded_tools:
                 raise ConfigError(
                     f"rollout.tools: {origins[spec_tool.name]!r} and {spec!r} both define a tool "
-                    f"{spec_tool.name!r}; remove one, or rename it: @tool(name=...), or the method"
+                    f"{spec_tool.name!r}; remove one of them, or rename it with @tool(name=...), or by "
+                    "renaming its method"
                 )
 
             if spec_tool.process:
@@ -74,7 +75,7 @@ def load_spec(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
         return_annotation = inspect.signature(loaded_object).return_annotation
     if not is_class and return_annotation is inspect.Signature.empty:
         raise ConfigError(
-            f"{spec!r} is not a tool; decorate it with @asyncrl.tools.tool, or annotate what it returns"
+            f"{spec!r} is not a tool; decorate it with @asyncrl.tools.tool, or annotate its return type"
         )
 
     if is_class or not re.search(r"\bTool\b", str(return_annotation)):
@@ -116,7 +117,7 @@ def _load_folder(folder: Path) -> tuple[Tool, ...]:
                 tools_by_identity[id(decorated_tool)] = decorated_tool
 
     if not tools_by_identity:
-        raise ConfigError(f"{folder}: no tool in it; decorate a function with @tool")
+        raise ConfigError(f"{folder}: contains no tool; decorate a function with @tool")
     return tuple(tools_by_identity.values())
 
 

@@ -119,7 +119,7 @@ class McpConnection:
         client = await asyncio.shield(self._client)  # cancelling this wait does not cancel the handshake
 
         if self.is_over:
-            raise McpServerLost(f"the MCP server was lost: {self._describe_end('it ended')}")
+            raise McpServerLost(f"the MCP server was lost: {self._describe_end('its connection ended')}")
 
         try:
             return await client.call_tool(name, arguments)
@@ -258,7 +258,7 @@ class SharedConnection:
         connection = self._current_connection
         if connection is None or connection.is_over:
             if connection is not None:
-                connection.end_connection("it ended")
+                connection.end_connection("its connection ended")
                 self._failed_connections += 1
             pause = RECONNECT_PAUSES[min(self._failed_connections, len(RECONNECT_PAUSES) - 1)]
             connection = self._current_connection = McpConnection(self._server, pause)

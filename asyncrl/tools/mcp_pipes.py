@@ -122,7 +122,7 @@ async def _receive_messages(
                     noise_bytes += line_bytes
                     _keep_end(server_output, line)
                     if (call_id := answered_call_id(line)) is not None:
-                        problem = "the server's answer is no JSON-RPC message"
+                        problem = "the server's answer is not a JSON-RPC message"
                         error = ErrorData(code=PARSE_ERROR_CODE, message=problem)
                         message = JSONRPCError(jsonrpc="2.0", id=call_id, error=error)
 

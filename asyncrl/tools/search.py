@@ -158,7 +158,8 @@ def read_passage(document: Mapping[str, Any]) -> Passage:
     character."""
     text = next((document[key] for key in TEXT_FIELDS if isinstance(document.get(key), str)), None)
     if text is None:
-        raise ValueError(f"no {' or '.join(TEXT_FIELDS)}, only {', '.join(map(str, document)) or 'nothing'}")
+        fields = ", ".join(map(str, document)) or "none"
+        raise ValueError(f"no {' or '.join(TEXT_FIELDS)}; the fields are: {fields}")
 
     title = str(document.get("title") or "")
     try:

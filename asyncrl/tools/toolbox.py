@@ -359,7 +359,7 @@ class ToolSession:
 
             repeated = await self.call(reply.call)
             if reply.content not in (shorten(repeated.content), shorten(repeated.content + RESTORED_NOTE)):
-                raise ProtocolError(f"tool {tool.name} gave another reply when repeated")
+                raise ProtocolError(f"tool {tool.name} gave a different reply when repeated")
 
     async def result(self) -> dict[str, Any] | None:
         """Return the objects' results for the reward, merged into one dict; None without any result.

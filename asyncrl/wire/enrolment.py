@@ -47,7 +47,7 @@ def read_token(token: str | bytes) -> Endpoints:
         if not endpoints.control.startswith("tcp://") or key_lengths != {KEY_LENGTH}:
             raise ValueError
     except (*UNDECODABLE, ValueError, KeyError):
-        raise ConfigError("this is not the token of a run; copy all of it") from None
+        raise ConfigError("this is not a valid token for a run; copy the whole token") from None
 
     return endpoints
 

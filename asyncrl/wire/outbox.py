@@ -85,8 +85,8 @@ class Outbox:
         record_bytes = _RECORD_OVERHEAD + sum(map(len, frames))
         if record_bytes > self._max_record_bytes:
             raise ProtocolError(
-                f"a {type(record).__name__} of {record_bytes} bytes; at most {self._max_record_bytes} can be "
-                "sent"
+                f"a {type(record).__name__} has {record_bytes} bytes, but at most {self._max_record_bytes} "
+                "can be sent"
             )
 
         while self.is_full:

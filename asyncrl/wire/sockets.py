@@ -167,8 +167,8 @@ class Gate:
                 refused_count += not is_member
                 if not is_member and _is_power_of_two(refused_count):
                     log.warning(
-                        "connection %d refused, from %s: its key does not belong to this launch; give a "
-                        "worker of another machine a new token",
+                        "refused connection %d from %s: its key does not belong to this launch; give a "
+                        "worker on another machine a new token",
                         refused_count,
                         address.decode(errors="replace"),
                     )
@@ -397,7 +397,7 @@ def flush_sockets() -> None:
 def _check_size(parts: Sequence[bytes]) -> None:
     if (message_bytes := sum(map(len, parts))) > MAX_BYTES:
         raise ProtocolError(
-            f"a message of {message_bytes} bytes in {len(parts)} frames; at most {MAX_BYTES} can be sent"
+            f"a message has {message_bytes} bytes in {len(parts)} frames, but at most {MAX_BYTES} can be sent"
         )
 
 

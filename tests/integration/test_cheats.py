@@ -571,7 +571,7 @@ async def test_without_named_tests_the_scripts_own_verdict_counts(bench: Bench) 
 @pytest.mark.parametrize(
     ("script", "options", "why"),
     [
-        full("sleep 60 > /dev/null &\nsleep 60", {"seconds": 0.4}, "did not end within 0.4 s"),
+        full("sleep 60 > /dev/null &\nsleep 60", {"seconds": 0.4}, "did not finish within 0.4 s"),
         full("dd if=/dev/zero of=big bs=1M count=80; sleep 60", {}, "used more than 64 MiB"),
         ("exit 0", {}, "no verdict"),
     ],
@@ -598,7 +598,7 @@ async def test_a_sandbox_that_ends_while_tests_run_is_no_fault_of_the_agent(
         return await running
 
     monkeypatch.setattr(Jail, "execute", killed)
-    with pytest.raises(RewardError, match="SandboxError: the sandbox of the tests ended") as caught:
+    with pytest.raises(RewardError, match="SandboxError: the sandbox for the tests stopped") as caught:
         await bench.judged(changes)
     assert caught.value.reason is FailReason.SETUP_FAILED
 
@@ -610,7 +610,7 @@ async def test_tests_that_end_as_the_machine_has_no_memory_are_no_fault_of_the_a
     changes = await slow.changes(FIX)
     monkeypatch.setattr("asyncrl.isolation.sandbox.jail.GUARD_PROGRAM", SHORT_OF_MEMORY)
     with pytest.raises(
-        RewardError, match="nearly out of memory; lower at_once of the reward tests"
+        RewardError, match="nearly out of memory; lower at_once for the reward 'tests'"
     ) as caught:
         await slow.judged(changes)
     assert caught.value.reason is FailReason.SETUP_FAILED
@@ -620,14 +620,14 @@ async def test_tests_that_end_as_the_machine_has_no_memory_are_no_fault_of_the_a
     ("test", "options", "why"),
     [
         ("echo no python", {}, "no verdict: .*; the tests wrote: no python"),
-        full("sleep 60", {"seconds": 0.3}, "did not end within"),
+        full("sleep 60", {"seconds": 0.3}, "did not finish within"),
     ],
 )
 async def test_tests_without_a_verdict_on_the_untouched_image_are_no_fault_of_the_agent(
     bench: Bench, test: str, options: dict[str, Any], why: str
 ) -> None:
     scripted = script_bench(bench, test, **options)
-    with pytest.raises(RewardError, match=f"task calc, also without changes: .*{why}") as caught:
+    with pytest.raises(RewardError, match=f"task calc, even without changes: .*{why}") as caught:
         await scripted.judged(await scripted.changes(FIX))
     assert caught.value.reason is FailReason.TESTS_FAILED_TO_RUN
 

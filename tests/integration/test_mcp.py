@@ -173,8 +173,8 @@ def test_a_result_that_is_none_or_has_no_bounds_is_an_error(kind: str, complaint
     ("kind", "content", "error"),
     [
         ("latin", "\ufffd", None),
-        ("surrogate", "error: ", "the server's answer is no JSON-RPC message"),
-        ("cut", "error: ", "the server's answer is no JSON-RPC message"),
+        ("surrogate", "error: ", "the server's answer is not a JSON-RPC message"),
+        ("cut", "error: ", "the server's answer is not a JSON-RPC message"),
     ],
 )
 def test_an_answer_that_cannot_be_read_costs_no_deadline(kind: str, content: str, error: str | None) -> None:

@@ -216,9 +216,9 @@ async def floods(socket: web.WebSocketResponse) -> None:
     ("handler", "complaint"),
     [
         (hangs, "no answer to reset within 0.2 s"),
-        (leaves, r"the connection ended \(CLOS"),
+        (leaves, r"the connection was closed \(CLOS"),
         (babbles, "reset failed"),
-        (floods, r"the connection ended|reset failed"),
+        (floods, r"the connection was closed|reset failed"),
     ],
 )
 def test_a_server_that_misbehaves(handler: Handler, complaint: str) -> None:

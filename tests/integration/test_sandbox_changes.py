@@ -326,5 +326,5 @@ async def test_files_of_a_sandbox_that_ended_are_gone() -> None:
     async with box() as jail:
         assert jail.pid is not None
         await jail._end_process()
-        with pytest.raises(SandboxError, match="the sandbox ended, and the changed files with it"):
+        with pytest.raises(SandboxError, match="the sandbox exited, so the changed files are lost"):
             await jail.collect_changes()

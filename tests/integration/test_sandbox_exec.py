@@ -205,7 +205,7 @@ async def test_one_that_listens_does_not_start_again_by_itself() -> None:
         while (result := (await run(box, "true"))[0]).ending is RunEnding.DONE:
             pass  # the warden's end follows that of its guard
         assert result.ending is RunEnding.DIED
-        with pytest.raises(SandboxError, match="the sandbox ended, and its listener with it"):
+        with pytest.raises(SandboxError, match="the sandbox exited, so its listener is closed"):
             await box.run("shell", "true", 20)
         assert box.pid is None
 

@@ -146,7 +146,7 @@ def test_schemas() -> None:
 
 def test_requirements_are_checked_when_tools_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ConfigError, match="require has the unknown word 'wings'; use words of: network files"
+        ConfigError, match="require contains the unknown word 'wings'; choose from: network files"
     ):
         load_tools(["python"], {"python": {"require": "network wings"}})
     poor = Isolation(frozenset({"files"}), "[Errno 1] Operation not permitted")
@@ -273,7 +273,7 @@ async def test_answers_wait_for_a_sandbox() -> None:
     ("truth", "problem"),
     [
         ("{}", "contains no tests"),
-        ({"inputs": ["1"], "outputs": []}, "1 inputs, 0 outputs"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs but 0 outputs"),
         ([1], "contains no tests"),
         ("nonsense", "Expecting value"),
     ],

@@ -76,7 +76,7 @@ printf '{"score": 0.5, "changes": "forged", "failed": "no"}'
 
 
 async def test_a_program_that_fails_leaves_what_it_changed(tmp_path: Path, task: Task) -> None:
-    with pytest.raises(CommandError, match="sh ended with code 3: no") as caught:
+    with pytest.raises(CommandError, match="sh exited with code 3: no") as caught:
         await script(tmp_path, "echo a > a.txt; echo no >&2; exit 3")(sample_of(task), ENDPOINT)
     assert changed(caught.value.result)["root/repo/a.txt"] == b"a\n"
 
@@ -94,8 +94,8 @@ open("b.txt", "w").write("asked")
 """
 SLEEPS = "time.sleep(600)\n"
 ENDS = {
-    "it is killed": ("os.system('kill -9 $PPID')", "python ended with code -9"),
-    "it fails": ("raise SystemExit('no')", "python ended with code 1: no"),
+    "it is killed": ("os.system('kill -9 $PPID')", "python exited with code -9"),
+    "it fails": ("raise SystemExit('no')", "python exited with code 1: no"),
     "it takes too much memory": ("kept = b'x' * (300 << 20)\ntime.sleep(600)", "used more than 200 MiB"),
 }
 
@@ -112,7 +112,7 @@ async def test_a_program_whose_time_is_up_leaves_what_it_changed(tmp_path: Path,
         async with gateway.admit_episode(FakeHost()) as endpoint:
             if of == "episode":
                 endpoint = msgspec.structs.replace(endpoint, seconds=4.0)
-            with pytest.raises(TimeUp, match=r"python was stopped after .* when its time was up") as caught:
+            with pytest.raises(TimeUp, match=r"python was stopped .* when its time limit expired") as caught:
                 await agent(sample_of(given), endpoint)
     finally:
         await gateway.close()
@@ -185,7 +185,7 @@ async def test_more_changes_than_a_result_may_have_are_said(tmp_path: Path, task
         ),
         (
             {"line": "make x"},
-            "the image does not have the program 'make', and make of this machine cannot be used",
+            "the image does not have the program 'make', and make from this machine cannot be used",
         ),
         ({"line": "true", "files": "."}, "task fizz has an image, so files cannot be used"),
         ({"line": "true", "sandbox": "none"}, "task fizz has an image, so sandbox: none cannot be used"),
@@ -277,7 +277,7 @@ def test_a_program_is_looked_for_in_the_images_of_tasks_before_the_start(
         ("#!/usr/bin/env no-node", "'no-node', which the first line of .*/agent names, is not on the PATH"),
         (
             "#!/opt/no/python",
-            "the interpreter '/opt/no/python', which the first line of .*/agent names, is not there",
+            "the interpreter '/opt/no/python', which the first line of .*/agent names, does not exist",
         ),
         (
             "\x7fELF\2\1\1" + "\0" * 9 + "\2\0\x2a\0" + "\0" * 44,

@@ -291,7 +291,7 @@ def test_a_step_that_is_cancelled_was_received(tasksets: None, monkeypatch: pyte
 def test_a_limit_before_anybody_asked_costs_nothing(tasksets: None) -> None:
     async def run() -> float:
         world = load_environment(SUMS)()
-        with pytest.raises(RuntimeError, match="did not ask for a turn"):
+        with pytest.raises(RuntimeError, match="did not request a turn"):
             await world.step(said("3"))
         return await world.cut_short(None)
 
@@ -351,8 +351,8 @@ def test_it_states_its_own_limit(tasksets: None) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"taskset": "asyncrl_guesses"}, r"several agents \(player, rival\); name the trained one with role"),
-        ({"taskset": "asyncrl_guesses", "role": "judge"}, "no agent 'judge'; there are: player, rival"),
+        ({"taskset": "asyncrl_guesses"}, r"several agents \(player, rival\); set role to the trained one"),
+        ({"taskset": "asyncrl_guesses", "role": "judge"}, "no agent 'judge'; the agents are: player, rival"),
         ({"taskset": "no_such_taskset"}, "cannot load the environment of taskset 'no_such_taskset'"),
         ({"taskset": "asyncrl_sums", "config": '{"taskset": {"hihg": 3}}'}, "hihg"),
         ({"taskset": "asyncrl_sums", "config": "3"}, "cannot load the environment"),

@@ -184,7 +184,7 @@ async def test_weights_that_were_given_up_are_gone_until_a_version_is_loaded(
         async with s.loader.sleeping.waking_load():
             pass
         s.tell()
-        with pytest.raises(EngineError, match="not understood"):  # null is no log-prob
+        with pytest.raises(EngineError, match="cannot parse"):  # null is no log-prob
             await s.pool.generate(ask(prompt(4), 4))
         await s.sleep()
         await s.load(versions.refs[0])
@@ -217,7 +217,7 @@ async def test_the_turns_of_a_server_that_is_killed_asleep_go_on_at_another(
         await asyncio.to_thread(server.kill)
         with pytest.raises(WeightsError, match="resume_memory_occupation failed"):
             await s.loader.load(versions.refs[1])
-        assert "waking was not finished" in s.loader.sleeping.unknown_reason  # its supervisor gives it up
+        assert "waking did not finish" in s.loader.sleeping.unknown_reason  # its supervisor gives it up
         with pytest.raises(ServerGone):
             await s.loader.api.server_info()
         other_server = await asyncio.to_thread(shared_server, FAMILY)

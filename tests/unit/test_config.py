@@ -116,7 +116,7 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
         ),
         (
             {"scorers__reward__urls": ["engines"], "model__lora_rank": 2},
-            r"^scorers\.reward: .* cannot serve a reward; remove these, or use separate servers",
+            r"^scorers\.reward: .* cannot serve a reward; remove these settings, or use separate servers",
         ),
         (
             {"scorers__reference": {"urls": ["engines"], "path": "m"}, "model__lora_rank": 2},

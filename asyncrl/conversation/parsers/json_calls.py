@@ -132,7 +132,7 @@ def _mistral_calls(text: str, start: int) -> tuple[tuple[RawCall | Malformed, ..
         return (RawCall(call_head[1], arguments, _own_id(call_head[2])),), end
     value, end = json_at(text, start)
     if not isinstance(value, list) or not value:
-        raise Malformed(f"after {_TOOL_CALLS} comes a list of calls, or name[ARGS] and an object")
+        raise Malformed(f"expected a list of calls, or name[ARGS] and an object, after {_TOOL_CALLS}")
     return tuple(map(_listed_call, value)), end
 
 

@@ -147,7 +147,7 @@ class AdapterLoader:
         the adapters, and other machines may delete the files of the version."""
         manifest, arrays = disk.read_arrays(ref)
         if not manifest.adapters:
-            raise WeightsError(f"weights {ref.path}: {ref.label} does not consist of adapters")
+            raise WeightsError(f"weights {ref.path}: {ref.label} does not contain adapters")
 
         with WeightsError.instead_of(OSError, text=f"weights {ref.path}: cannot be copied to {files}"):
             for agent, spec in manifest.adapters.items():
@@ -186,4 +186,4 @@ class AdapterLoader:
                 if is_old or name_match[2] != self._attachment:
                     await self.api.unload_adapter(name, self._deadline)
         except AsyncrlError as error:  # the next load tries again
-            log.warning("server %s keeps old adapters: %s", self.api.url, one_line(error))
+            log.warning("server %s could not unload old adapters: %s", self.api.url, one_line(error))

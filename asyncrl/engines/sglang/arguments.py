@@ -31,15 +31,17 @@ def check_arguments(config: RunConfig, source: str, arguments: Mapping[str, obje
     quantization = values.get("quantization")
     if quantization:
         raise ConfigError(
-            f"{source}: quantization={quantization} ends a server at its first update, because the new "
-            f"tensors are not quantized; remove it: servers then compute in model.dtype={config.model.dtype}"
+            f"{source}: quantization={quantization} crashes a server at its first update, because the new "
+            "tensors are not quantized; remove quantization: servers then compute in "
+            f"model.dtype={config.model.dtype}"
         )
 
     algorithm = _draft_algorithm(values)
     if algorithm in OWN_LAYOUT_DRAFTS and config.weights.transport == "disk":
         raise ConfigError(
-            f"{source}: speculative-algorithm={algorithm} ends a server at its first update from files, "
-            "because it loads them into the draft, too; set weights.transport=collective, or remove it"
+            f"{source}: speculative-algorithm={algorithm} crashes a server at its first update from files, "
+            "because the server loads them into the draft model, too; set weights.transport=collective, or "
+            "remove speculative-algorithm"
         )
 
 
@@ -57,8 +59,8 @@ def draft_warning(arguments: Mapping[str, object]) -> str:
         return ""
 
     return (
-        f"speculative-algorithm={algorithm}: {reason} while the policy changes, so fewer of its tokens "
-        "are accepted with each step; sampling stays exact"
+        f"speculative-algorithm={algorithm}: {reason} while the policy changes, so servers accept "
+        "fewer draft tokens with each step; sampling stays exact"
     )
 
 

@@ -117,7 +117,7 @@ class SGLangClient:
         # fault.
         finish = stream.finish_reason
         if finish is None:
-            raise self._engine_lost("the stream ended, but not the request", stream)
+            raise self._engine_lost("the stream ended before the request did", stream)
         if finish.type == "abort":
             raise self._engine_lost(f"the server aborted the request ({finish.message})", stream)
         if finish.type == "length":

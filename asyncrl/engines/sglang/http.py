@@ -126,7 +126,7 @@ class ServerApi(HttpTransport):
         try:
             return msgspec.json.decode(content, type=answer_type)
         except UNDECODABLE as error:
-            description = f"server {self.url}: the answer of {path} is not understood"
+            description = f"server {self.url}: cannot parse the answer from {path}"
             raise EngineError(f"{description}: {error}") from error
 
     async def server_info(self) -> ServerInfo:
@@ -208,7 +208,7 @@ class ServerApi(HttpTransport):
             scored_id not in (expected_id, 0)
             for scored_id, expected_id in zip(scored_ids, expected_ids, strict=True)
         ):
-            raise EngineError(f"server {self.url} scored other ids than it received")
+            raise EngineError(f"server {self.url} scored different IDs from those it received")
 
         return meta_info
 

@@ -139,7 +139,7 @@ class ServerLoader:
     async def _replace_weights(self, ref: WeightsRef, load: Callable[[], Awaitable[T]]) -> T:
         """Run `load` while no request runs, empty the cache, and read the label back. Returns the result of
         `load`. A failure sets `broken`, and is raised as WeightsError."""
-        self.broken = f"loading {ref.label} was not finished"
+        self.broken = f"loading {ref.label} did not finish"
         swap_context = self.sleeping.waking_load if self.sleeping.asleep else self._requests_held
         try:
             with self.sleeping.waking():
@@ -155,7 +155,7 @@ class ServerLoader:
 
                     server_label = await self.api.weight_label()
                     if server_label != ref.label:
-                        raise WeightsError(f"after the load, the server's weights are {server_label!r}")
+                        raise WeightsError(f"after the load, the server reports the weights {server_label!r}")
         except (AsyncrlError, TimeoutError) as error:
             failure: Exception = error
             if isinstance(error, TimeoutError):
@@ -188,7 +188,7 @@ class ServerLoader:
             await self.api.invalidate(RESUME_SECONDS)
             await self.api.resume(RESUME_SECONDS)
         except AsyncrlError as error:  # the earlier error is raised
-            log.warning("server %s stays paused, with an unfinished load: %s", self.api.url, one_line(error))
+            log.warning("server %s stays paused after an unfinished load: %s", self.api.url, one_line(error))
 
     async def _await_leftovers(self) -> None:
         """Wait for the leftovers of a cancelled load: the end of its pause must not fall into the next pause,

@@ -43,7 +43,7 @@ class SenderConnection:
             text = f"weights {self.path}: {answer.reason}"
             raise Postponed(text) if answer.postponed else WeightsError(text)
         if not isinstance(answer, kind):
-            raise ProtocolError(f"weights: a {type(answer).__name__} where a {kind.__name__} is due")
+            raise ProtocolError(f"weights: received a {type(answer).__name__}, expected a {kind.__name__}")
         return answer
 
 
@@ -97,7 +97,7 @@ class Push:
 
             raise WeightsError(
                 f"weights.transport=collective: the trainer has NCCL {self.trainer_nccl}, the server "
-                f"{server_nccl[1]}, but both need the same: install one version of torch in both "
+                f"{server_nccl[1]}, but they must be the same: install one version of torch in both "
                 "environments, or set weights.transport=disk"
             ) from error
 
@@ -174,7 +174,7 @@ class Receiver:
         plan = await connection.ask_sender(request, messages.Plan)
         if plan.port:
             connection.group = plan.group
-            problem = f"weights {path}: the server did not join"
+            problem = f"weights {path}: the server did not join the sender's group"
             with WeightsError.instead_of(EngineError, text=problem):
                 await self.server.init_group(
                     str(urlsplit(path).hostname),
@@ -186,7 +186,9 @@ class Receiver:
                     seconds=deadline - asyncio.get_running_loop().time(),
                 )
         elif plan.group != connection.group:
-            raise ProtocolError(f"weights {ref.path}: a push over group {plan.group}, which was not joined")
+            raise ProtocolError(
+                f"weights {ref.path}: a push over group {plan.group}, which the server has not joined"
+            )
 
         return Push(
             label=ref.label,

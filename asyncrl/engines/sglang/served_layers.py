@@ -40,13 +40,13 @@ def kinds_not_served(path: str) -> dict[str, str]:
     reasons = dict[str, str]()
     for kind, shapes in sorted(shapes_by_kind.items()):
         if kind not in SERVED_KINDS or (kind == "q_proj" and LATENT_ATTENTION_KIND in shapes_by_kind):
-            reasons[kind] = "servers have no adapters of these layers"
+            reasons[kind] = "servers do not support adapters for these layers"
         elif kind in FUSED_WITH_QUERIES and has_unknown_gates:
             reasons[kind] = "servers expect queries without an output gate"
         elif kind in EXPERT_KINDS and has_experts:
             reasons[kind] = "servers would mistake the adapters for those of experts"
         elif len(shapes) > 1:
-            reasons[kind] = "servers have one shape for all layers of a kind"
+            reasons[kind] = "servers support only one shape for all layers of a kind"
 
     return reasons
 

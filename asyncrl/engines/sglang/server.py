@@ -163,12 +163,12 @@ def check_vocabulary(config: RunConfig, key: str, path: str) -> None:
     elif (Path(path) / "config.json").is_file():
         same_vocabulary = vocabulary_size_of(path) == vocabulary_size_of(config.model.path)
     else:
-        log.warning("%s: %s is not on this machine, so its vocabulary is not checked", key, path)
+        log.warning("%s: %s is not on this machine, so its vocabulary was not checked", key, path)
         return
 
     if not same_vocabulary:
         raise ConfigError(
-            f"{key}: {path} has a different vocabulary from the policy, whose token ids it must "
+            f"{key}: {path} has a different vocabulary from the policy, whose token IDs it must "
             "score; use a model with the same tokenizer"
         )
 
@@ -204,7 +204,7 @@ def check_engine_server(config: RunConfig, url: str, info: ServerInfo, model: Mo
             "max_total_num_tokens in its info" if info.enable_memory_saver else "--enable-memory-saver"
         )
         raise ConfigError(
-            f"server {url} cannot sleep, but engine.colocated needs that: it lacks {missing_feature}"
+            f"server {url} cannot sleep, as engine.colocated requires: it lacks {missing_feature}"
         )
 
     if config.weights.transport != "disk" and info.dp_size != 1:
@@ -231,8 +231,9 @@ def check_engine_server(config: RunConfig, url: str, info: ServerInfo, model: Mo
     lent_scorers = config.scorers_lent
     if lent_scorers and Path(model.model_path).resolve() != Path(config.model.path).resolve():
         raise ConfigError(
-            f"server {url} was started with {model.model_path}, and a restart brings its weights back: with "
-            f"scorers.{', '.join(lent_scorers)}.urls=[engines] start it with model.path ({config.model.path})"
+            f"server {url} was started with {model.model_path}, and a restart would load those weights "
+            f"again: for scorers.{', '.join(lent_scorers)}.urls=[engines], start it with model.path "
+            f"({config.model.path})"
         )
 
     _check_room(config, url, info, prompted=bool(lent_scorers))
@@ -248,7 +249,7 @@ def _check_room(config: RunConfig, url: str, info: ServerInfo, *, prompted: bool
     policy_tokens = config.rollout.max_tokens
     prompt_tokens = len(config.kl.prompt.encode()) if prompted else 0
     if input_limit is not None and input_limit < policy_tokens + prompt_tokens:
-        remedy = "lower it, or start the server with a larger --context-length or --max-total-tokens"
+        remedy = "lower max_tokens, or start the server with a larger --context-length or --max-total-tokens"
         prompt_note = f", and kl.prompt may take {prompt_tokens} more" if prompt_tokens else ""
         raise ConfigError(
             f"server {url} has room for {input_limit} tokens, but rollout.max_tokens is {policy_tokens}"
@@ -294,7 +295,7 @@ def _differences(own_config: Any, url: str, info: ServerInfo, model: ModelInfo) 
     try:
         their_text_config = _model_config(info.model_path).get_text_config()
     except ConfigError as error:
-        log.warning("server %s: the sizes of its model are not compared: %s", url, error)
+        log.warning("server %s: the sizes of its model could not be compared: %s", url, error)
     else:
         own_text_config = own_config.get_text_config()
         compared_values += [

@@ -48,6 +48,7 @@ class ServerSleep:
 
     @contextmanager
     def _unknown_until_done(self, activity: str) -> Iterator[None]:
-        self.unknown_reason = f"server {self._api.url}: {activity} was not finished, so its state is unknown"
+        problem = f"{activity} did not finish, so the server's state is unknown"
+        self.unknown_reason = f"server {self._api.url}: {problem}"
         yield
         self.unknown_reason = ""

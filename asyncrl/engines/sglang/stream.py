@@ -96,7 +96,7 @@ def decode_event(payload: bytes) -> StreamEvent:
         event = _decode(payload)
         server_error = msgspec.json.decode(event.error) if event.error else None
     except UNDECODABLE as error:  # no `instead_of`, which takes longer than decoding
-        raise EngineError(f"a server's answer is not understood ({one_line(error)})") from None
+        raise EngineError(f"cannot parse a server's answer ({one_line(error)})") from None
 
     if event.error:
         raise _server_failure(
@@ -169,7 +169,7 @@ class StreamedTurn:
         `routes_from` on."""
         start = self.request.routes_from or 0
         tokens = len(self.request.ids) + len(self.tokens) - 1 - start
-        with EngineError.instead_of(ValueError, text="the server's routes cannot be read"):
+        with EngineError.instead_of(ValueError, text="cannot read the server's routes"):
             experts = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
 
         is_complete = tokens > 0 and experts.size and experts.size % tokens == 0

@@ -218,7 +218,7 @@ async def check_routes(config: RunConfig, server: ServerApi, version: str, score
     except PASSING_ERRORS:
         raise
     except EngineError as error:
-        raise _unfit(server, version, f"its routes cannot be read ({one_line(error)})") from error
+        raise _unfit(server, version, f"cannot read its routes ({one_line(error)})") from error
 
     lacking = api.lacking(needed_routes(config, scorer))
     for path, fields in needed_answers(config, scorer).items():
@@ -256,7 +256,7 @@ async def check_behaviour(config: RunConfig, server: ServerApi, version: str, sc
         except PASSING_ERRORS:
             raise
         except TimeoutError:
-            raise _unfit(server, version, f"{step}: not finished within {STEP_SECONDS:g} s") from None
+            raise _unfit(server, version, f"{step}: did not finish within {STEP_SECONDS:g} s") from None
         except AsyncrlError as error:
             raise _unfit(server, version, f"{step}: {one_line(error)}") from error
 
@@ -297,7 +297,7 @@ class BehaviourCheck:
                 finally:
                     await self._server.resume()
                 if is_ready or not await self._server.ready():
-                    raise EngineError("/ready says ready during a pause, or not after it")
+                    raise EngineError("/ready reports ready during a pause, or not ready after the pause")
             meta_info = await sampling
         finally:
             sampling.cancel()
@@ -363,7 +363,7 @@ class BehaviourCheck:
     def _check_sampled(self, meta_info: MetaInfo) -> None:
         finish = meta_info.finish_reason
         if finish is None or (finish.type == "abort" and self.mode != "abort"):
-            raise EngineError(f"the request ends with {finish.type if finish else 'no reason'}")
+            raise EngineError(f"the request ended with {finish.type if finish else 'no reason'}")
 
         count = len(meta_info.output_token_logprobs)
         if finish.type != "abort" and count != SAMPLED_TOKENS:

@@ -91,7 +91,7 @@ def decoding_problem(model: PreTrainedModel) -> str:
     return (
         ""
         if gap < LOGPROB_TOLERANCE
-        else f"it gives log-probs that differ by {gap:.1e} from those of a plain forward"
+        else f"it gives log-probs that differ by {gap:.1e} from those of a plain forward pass"
     )
 
 

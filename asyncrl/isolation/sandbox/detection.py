@@ -49,7 +49,7 @@ def detect_isolation() -> Isolation:
     isolation = _run_blocking(start_jail())
     enforced_words = ", ".join(name for name in ISOLATION if name in isolation.enforced) or "nothing"
     log.info(
-        "sandboxes of this machine isolate: %s%s",
+        "sandboxes on this machine isolate: %s%s",
         enforced_words,
         f" ({isolation.notes})" if isolation.missing else "",
     )
@@ -97,7 +97,7 @@ def check_isolation(require: str) -> frozenset[str]:
     required_words = frozenset(require.replace(",", " ").split())
     if unknown_words := sorted(required_words - set(ISOLATION)):
         raise ConfigError(
-            f"require has the unknown word {unknown_words[0]!r}; use words of: {' '.join(ISOLATION)}"
+            f"require contains the unknown word {unknown_words[0]!r}; choose from: {' '.join(ISOLATION)}"
         )
 
     try:

@@ -100,7 +100,7 @@ class RunReply(NamedTuple):
 def exec_source(words: Sequence[str], environment: Mapping[str, str], directory: str) -> bytes:
     """Encode a program as the source of a request. ValueError: a text contains a NUL."""
     if any("\0" in text for text in (directory, *words, *environment, *environment.values())):
-        raise ValueError("the words, the environment or the directory of a program hold a NUL")
+        raise ValueError("the words, the environment or the directory of a program contains a NUL character")
     return json.dumps((list(words), dict(environment), directory)).encode()
 
 

@@ -56,7 +56,8 @@ def copy_layers(layers: Sequence[str], uid: int) -> list[int]:
                 kernel.set_attributes(layer_mounts[-1], "", kernel.ID_MAP, user_namespace)
             except OSError as error:
                 advice = (
-                    "this file system cannot map users: keep images on another one, or do not run as root"
+                    "this file system cannot map users: keep images on another file system, or do not run as "
+                    "root"
                 )
                 raise OSError(error.errno, advice, layer) from error
 

@@ -279,9 +279,9 @@ class Jail:
                 raise SandboxError("the sandbox is closed")
             if self._process is None:
                 if self._needs_listener:
-                    raise SandboxError("the sandbox ended, and its listener with it")
+                    raise SandboxError("the sandbox exited, so its listener is closed")
                 if request.kind == frames.COLLECT:
-                    raise SandboxError("the sandbox ended, and the changed files with it")
+                    raise SandboxError("the sandbox exited, so the changed files are lost")
                 await self.start()
 
             try:
@@ -378,7 +378,7 @@ class Jail:
         if self._image and "root" not in guarantees:
             raise SandboxError(f"sandboxes cannot use images here: {self.notes} (docs/guides/tasks.md)")
         if missing := sorted(required - guarantees):
-            lacking_texts = ", ".join(MISSING_TEXTS.get(name, f"no isolation of {name}") for name in missing)
+            lacking_texts = ", ".join(MISSING_TEXTS.get(name, f"no {name} isolation") for name in missing)
             raise SandboxError(
                 f"this machine gives the sandbox {lacking_texts} ({self.notes}); allow namespaces "
                 f"(docs/guides/tasks.md), or require less"

@@ -104,7 +104,7 @@ def test_a_row_that_begins_anew_joins_a_continued_message_with_its_turn() -> Non
             "message 2: an assistant message must follow the message that it answers",
         ),
         ((ANSWER, ASK), (TOOL,), "message 0: an assistant message must follow"),
-        (TALK, (), "message 1: rollout.parser cannot read back the call of 'weather'"),
+        (TALK, (), "message 1: rollout.parser cannot read back the call to 'weather'"),
         ((ASK, Message("assistant", "a<|im_end|>b")), (), r"message 1: the chat template writes 'a' where"),
     ],
 )

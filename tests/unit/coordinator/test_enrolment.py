@@ -171,7 +171,7 @@ def test_keys_of_an_earlier_launch_are_forgotten(joining: Joining) -> None:
 def test_what_is_no_token_is_said_to_be_none() -> None:
     _, token = invitation(choose_endpoints("127.0.0.1", 0), "rollout", 1.0)
     for wrong_token in ("", "x", token[:-8], "ä"):
-        with pytest.raises(ConfigError, match="not the token of a run"):
+        with pytest.raises(ConfigError, match="not a valid token for a run"):
             enrol(wrong_token)
 
 

@@ -133,7 +133,7 @@ async def test_what_is_no_version_of_adapters_or_is_refused_changes_nothing(tmp_
         first = version(tmp_path, 0)
         await loader.load(first)
         whole_model = publish({"w": torch.ones(2)}, tmp_path / "whole", PolicyVersion(1, 1))
-        with pytest.raises(WeightsError, match="e1-v1 does not consist of adapters"):
+        with pytest.raises(WeightsError, match="e1-v1 does not contain adapters"):
             await loader.load(whole_model)
         refusal = b'{"success": false, "error_message": "rank 64 is incompatible"}'
         server.script.says("/load_lora_adapter", 400, refusal)

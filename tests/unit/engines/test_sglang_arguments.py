@@ -38,13 +38,13 @@ def configured(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"quantization": "fp8"}, r"^engine\.server_args: quantization=fp8 ends a server .* remove it"),
+        ({"quantization": "fp8"}, r"^engine\.server_args: quantization=fp8 crashes .* remove quantization"),
         (
             {"speculative-algorithm": "EAGLE3", "speculative-draft-model-path": "d"},
             r"^engine\.server_args: speculative-algorithm=EAGLE3 .* set weights\.transport=collective",
         ),
-        ({"speculative_algorithm": "eagle3"}, r"speculative-algorithm=EAGLE3 ends a server"),
-        ({"speculative-algorithm": "STANDALONE"}, r"speculative-algorithm=STANDALONE ends a server"),
+        ({"speculative_algorithm": "eagle3"}, r"speculative-algorithm=EAGLE3 crashes a server"),
+        ({"speculative-algorithm": "STANDALONE"}, r"speculative-algorithm=STANDALONE crashes a server"),
     ],
 )
 def test_arguments_that_end_a_server_at_its_first_update_are_refused(
@@ -91,7 +91,7 @@ def test_attached_servers_are_refused_for_the_same(tmp_path: Path) -> None:
     config = configured(tmp_path, {})
     info = ServerInfo("0.5.23", config.model.path, quantization="fp8")
     model = ModelInfo(config.model.path, architectures=("Qwen2ForCausalLM",))
-    with pytest.raises(ConfigError, match=r"^server http://s: quantization=fp8 ends a server"):
+    with pytest.raises(ConfigError, match=r"^server http://s: quantization=fp8 crashes a server"):
         check_engine_server(config, "http://s", info, model)
     drafting = msgspec.structs.replace(info, quantization=None, speculative_algorithm="EAGLE3")
     with pytest.raises(ConfigError, match=r"^server http://s: speculative-algorithm=EAGLE3"):

@@ -140,7 +140,7 @@ async def test_a_request_that_ends_without_a_token_is_a_loss():
     [
         ([event([5], 1), event([6], 2)], True, "the stream of /generate"),
         ([event([5, 6], 2), event([], 2, finish=ABORT), DONE], False, "aborted the request "),
-        ([event([5, 6], 2), DONE], False, "ended, but not the request"),
+        ([event([5, 6], 2), DONE], False, "ended before the request did"),
         ([event([5, 6], 2)], False, "before its end mark"),
     ],
 )

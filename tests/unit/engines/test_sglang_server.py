@@ -45,12 +45,12 @@ def test_the_runs_model_with_room_is_fine(config: RunConfig, caplog: pytest.LogC
     check_engine_server(config, URL, *served(config.model.path))
     assert not caplog.messages
     check_engine_server(config, URL, *served("/nowhere/to/be/read"))  # the first load will tell
-    assert "sizes of its model are not compared" in caplog.text and "/nowhere/to/be/read" in caplog.text
+    assert "sizes of its model could not be compared" in caplog.text and "/nowhere/to/be/read" in caplog.text
     assert vocabulary_size_of(config.model.path) == 64
 
 
 def test_too_little_room_is_refused(config: RunConfig):
-    text = r"room for 255 tokens, but rollout\.max_tokens is 256: lower it"
+    text = r"room for 255 tokens, but rollout\.max_tokens is 256: lower max_tokens"
     with pytest.raises(ConfigError, match=text):
         check_engine_server(config, URL, *served(config.model.path, max_req_input_len=255))
 
@@ -72,7 +72,9 @@ def test_who_scores_with_the_base_was_started_with_it_and_has_room_for_a_teacher
     )
     able = {"enable_lora": True, "max_loras_per_batch": 16, "max_req_input_len": 265}
     check_engine_server(lent, URL, *served(own_model, **able))
-    with pytest.raises(ConfigError, match=r"max_tokens is 256, and kl\.prompt may take 9 more: lower it"):
+    with pytest.raises(
+        ConfigError, match=r"max_tokens is 256, and kl\.prompt may take 9 more: lower max_tokens"
+    ):
         check_engine_server(lent, URL, *served(own_model, **able | {"max_req_input_len": 264}))
     with pytest.raises(ConfigError, match=r"was started with \S+other, .*start it with model\.path"):
         check_engine_server(lent, URL, *served(model(tmp_path / "other"), **able))

@@ -83,7 +83,7 @@ async def test_a_wake_that_is_cancelled_is_not_finished(tmp_path: Path) -> None:
         load.cancel()
         with pytest.raises(asyncio.CancelledError):
             await load
-        assert "waking was not finished" in loader.sleeping.unknown_reason
+        assert "waking did not finish" in loader.sleeping.unknown_reason
 
 
 @pytest.mark.parametrize("path", [PAUSE, RELEASE])
@@ -94,7 +94,7 @@ async def test_after_an_answer_that_was_lost_nobody_knows_what_a_server_holds(
         script.says(path, 500)
         with pytest.raises(EngineError):
             await loader.sleep()
-        assert "so its state is unknown" in loader.sleeping.unknown_reason
+        assert "so the server's state is unknown" in loader.sleeping.unknown_reason
 
 
 @pytest.mark.parametrize("path", [RESUME, DISK, CONTINUE])
@@ -106,6 +106,5 @@ async def test_a_server_whose_wake_fails_is_left_alone(tmp_path: Path, path: str
         with pytest.raises(WeightsError):
             await loader.load(ref)
         assert (
-            changes(script)[-1].startswith(path)
-            and "waking was not finished" in loader.sleeping.unknown_reason
+            changes(script)[-1].startswith(path) and "waking did not finish" in loader.sleeping.unknown_reason
         )

@@ -84,7 +84,7 @@ def test_tokens_that_are_missing_or_no_numbers_are_errors():
         with pytest.raises(EngineError, match="no room") as failed:
             decode_event(b'{"error": ' + error + b"}")
         assert type(failed.value) is EngineError
-    with pytest.raises(EngineError, match="not understood"):
+    with pytest.raises(EngineError, match="cannot parse"):
         decode_event(b"<html>")
 
 

@@ -76,7 +76,7 @@ async def test_length_is_clipped_to_max_len_and_bad_requests_are_refused():
     assert len(clipped.ids) == 5 and clipped.stop is StopReason.LENGTH
     assert_logprobs(tiny(), ask(prompt(15)), clipped)
     for bad, reason in (
-        (ask(()), "no ids"),
+        (ask(()), "the prompt is empty"),
         (ask((3, VOCABULARY)), "vocabulary of 61"),
         (ask((-1, 3)), "vocabulary"),
         (ask(prompt(20)), "max_len 20"),

@@ -105,7 +105,7 @@ def test_an_environment_is_a_class_or_a_function_with_options(worlds: Path) -> N
         ("{}:HalfDone", "abstract method '?step"),
         (
             "{}:Stranger",
-            "Stranger is not an environment, as it lacks reset, step, cut_short, close, tools, replay, time",
+            "Stranger is not an environment, because it lacks reset, step, cut_short, close, tools, replay",
         ),
         ("{}:Hasty", "its timeout must be a number of seconds above 0, not 0"),
         ("{}:Sync", r"Sync: step \(worlds.py:\d+\) is not async; write async def step\(self, message\)"),

@@ -83,9 +83,9 @@ def test_the_last_line_is_the_result(line: str, result: Any) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("sh -c 'echo 1; echo no luck >&2; exit 3'", "sh ended with code 3: no luck"),
-        ("false", "false ended with code 1: no message"),
-        ("sh -c 'kill -9 $$'", "ended with code -9"),
+        ("sh -c 'echo 1; echo no luck >&2; exit 3'", "sh exited with code 3: no luck"),
+        ("false", "false exited with code 1: no message"),
+        ("sh -c 'kill -9 $$'", "exited with code -9"),
     ],
 )
 def test_a_failure_is_reported(line: str, why: str) -> None:
@@ -120,14 +120,14 @@ def test_files_in_home_are_written_before_the_program_starts(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("files", "why"),
     [
-        ({"../x": ""}, "home_files '../x' is not a path of a file in HOME"),
-        ({"/etc/x": ""}, "is not a path of a file in HOME"),
-        ({"a/../../x": ""}, "is not a path of a file in HOME"),
-        ({"a//x": ""}, "is not a path of a file in HOME"),
-        ({"./x": ""}, "is not a path of a file in HOME"),
-        ({"a/": ""}, "is not a path of a file in HOME"),
-        ({"": ""}, "is not a path of a file in HOME"),
-        ({"a\0": ""}, "is not a path of a file in HOME"),
+        ({"../x": ""}, "home_files '../x' is not the path of a file in HOME"),
+        ({"/etc/x": ""}, "is not the path of a file in HOME"),
+        ({"a/../../x": ""}, "is not the path of a file in HOME"),
+        ({"a//x": ""}, "is not the path of a file in HOME"),
+        ({"./x": ""}, "is not the path of a file in HOME"),
+        ({"a/": ""}, "is not the path of a file in HOME"),
+        ({"": ""}, "is not the path of a file in HOME"),
+        ({"a\0": ""}, "is not the path of a file in HOME"),
         ({"a": "\0"}, "home_files 'a' contains a NUL"),
         ({"a": "", "a/b": ""}, "home_files 'a' cannot be a file, because 'a/b' is inside it"),
         ({"a": "x" * (1 << 20), "b": "x"}, "home_files has 1048577 bytes, more than the 1048576 allowed"),
@@ -268,9 +268,9 @@ def test_agents_are_named_with_options(tmp_path: Path) -> None:
             "extra_info is for command only: codex reads",
         ),
         ({"command": {"line": "ls", "files": "/no/such"}}, "files '/no/such': no such directory"),
-        ({"command": {"line": "ls", "env": "=value"}}, "env '=value' has .* a value without a name"),
-        ({"command": {"line": "ls", "env": "A=\0"}}, "has a NUL"),
-        ({"command": {"line": "ls", "env": "A=\ud800"}}, r"env 'A=\\ud800' has .* lone surrogate"),
+        ({"command": {"line": "ls", "env": "=value"}}, "env '=value' contains .* a value without a name"),
+        ({"command": {"line": "ls", "env": "A=\0"}}, "contains a NUL"),
+        ({"command": {"line": "ls", "env": "A=\ud800"}}, r"env 'A=\\ud800' contains .* lone surrogate"),
         ("comand", "did you mean command"),
         ("math:pi", "is not a function"),
         ("no_such_module:f", "cannot import"),

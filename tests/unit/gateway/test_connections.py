@@ -76,8 +76,8 @@ def test_a_burst_of_strangers_is_bounded_before_any_is_gone(monkeypatch: pytest.
     [
         ("0.0.0.0", "to which agents cannot connect"),
         ("::", "to which agents cannot connect"),
-        ("192.0.2.1", "assign requested address; set an address of this machine"),
-        ("no such name", "set an address of this machine"),
+        ("192.0.2.1", "assign requested address; set an address or a host name of this machine"),
+        ("no such name", "set an address or a host name of this machine"),
     ],
 )
 def test_an_address_that_cannot_be_listened_on_is_named(address: str, why: str) -> None:

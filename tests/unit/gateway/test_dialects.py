@@ -190,7 +190,7 @@ def test_what_cannot_be_is_reported(dialect: str, name: str) -> None:
 def test_a_text_that_the_model_began_is_refused(dialect: Dialect) -> None:
     """No API of the gateway continues one, as a prompt of the data is."""
     data = json.dumps(dialect.body([USER, Message("assistant", "It is")])).encode()
-    with pytest.raises(ApiError, match="and its text cannot be continued") as caught:
+    with pytest.raises(ApiError, match="but its text cannot be continued") as caught:
         dialect.read(data)
     assert caught.value.status == 400
 

@@ -52,7 +52,7 @@ def endless(path: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no interpreter": (
         script("#!/no/node"),
-        "the interpreter '/no/node', which the first line of .*agent names, is not there",
+        "the interpreter '/no/node', which the first line of .*agent names, does not exist",
     ),
     "not on the PATH": (
         script("#!/usr/bin/env no-node"),
@@ -80,7 +80,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an empty first line": (script(""), "is neither a binary nor a script"),
     "no loader": (
         lambda path: path.write_bytes(elf(loader="/no/ld.so")),
-        "the loader '/no/ld.so', which .*agent needs, is not there",
+        "the loader '/no/ld.so', which .*agent needs, does not exist",
     ),
 }
 

@@ -54,7 +54,7 @@ def test_no_request_reaches_a_log(
     captured = capfd.readouterr()
     logged = caplog.text + captured.out + captured.err
     assert key not in logged and "Traceback" not in logged, logged
-    assert "requests of agents could not be read, or failed: " in caplog.records[-1].message
+    assert "requests from agents failed, or could not be read: " in caplog.records[-1].message
     assert len(caplog.records) < 12, logged
 
 
@@ -71,7 +71,7 @@ def test_an_error_of_our_own_is_logged_with_its_place_and_without_its_text(
         except RuntimeError as error:
             unread.logger.exception("Unhandled exception", exc_info=error)
     (record,) = caplog.records
-    assert "a request of an agent failed: RuntimeError (" in record.message and "key" not in record.message
+    assert "a request from an agent failed: RuntimeError (" in record.message and "key" not in record.message
     assert f'{__file__}", line ' in record.message
     assert unread.counts == {"RuntimeError": 3}
 

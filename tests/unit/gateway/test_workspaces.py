@@ -114,7 +114,7 @@ def test_warnings_of_a_shell_are_no_answers() -> None:
     async def main() -> None:
         workspace = workspaces.SandboxWorkspace(cast(Jail, NoisyJail()), ENDPOINT, None)
         assert await workspace.problem("/bin/sh") == ""
-        assert await workspace.problem("/gone") == "is not there"
+        assert await workspace.problem("/gone") == "does not exist"
         assert await workspace.look_up("gone", "/bin") == ""
         assert await workspace.look_up("sh", "/gone:/bin") == "/bin/sh"
         assert await workspace.head("/bin/sh") == b""
@@ -254,7 +254,7 @@ def test_a_program_that_takes_too_much_memory_is_killed() -> None:
     line = "python -c 'x = bytearray(300 << 20); import time; time.sleep(60)'"
     command = Command(line=line, sandbox="jail", memory_mb=200)
     with pytest.raises(
-        CommandError, match="used more than 200 MiB with its files, and was killed; raise memory_mb"
+        CommandError, match="used more than 200 MiB, including its files, and was killed; raise memory_mb"
     ):
         played_with(command)
 
@@ -262,7 +262,7 @@ def test_a_program_that_takes_too_much_memory_is_killed() -> None:
 def test_a_place_that_cannot_be_made_in_a_sandbox_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspaces, "OWN_DIRECTORIES", ("home", "../proc/such"))
     with pytest.raises(
-        CommandError, match=r"the workspace in its sandbox could not be created: mkdir: .*proc/such"
+        CommandError, match=r"the workspace in the sandbox could not be created: mkdir: .*proc/such"
     ):
         played_with(Command(line="true", sandbox="jail"))
 
@@ -305,7 +305,7 @@ def test_a_program_that_does_not_ask_in_time_is_ended() -> None:
 
 def test_a_program_whose_time_is_up_is_ended() -> None:
     """That is no failure: the episode is scored for its turns."""
-    with pytest.raises(TimeUp, match=r"python was stopped after 0.2 s, when its time was up"):
+    with pytest.raises(TimeUp, match=r"python was stopped after 0.2 s, when its time limit expired"):
         played_with(Command(line=f"python -c '{ASK} time.sleep(600)'", seconds=0.2))
 
 

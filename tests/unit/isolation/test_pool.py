@@ -61,13 +61,13 @@ SURVIVED = {
     "read": "",
     "close": "close",
     "main": "True",
-    "huge": "the answer has 2097159 bytes, at most 1048576 are allowed",
+    "huge": "the answer has 2097159 bytes, but at most 1048576 are allowed",
 }
 FATAL = {
     "segv": "the child was killed by SIGSEGV",
     "leave": "the child ended with exit code 3",
     "garbage": "the child sent an unreadable answer",
-    "flood": "the child sent 4294967295 bytes at once",
+    "flood": "the child sent an answer of 4294967295 bytes",
     "hang": "",
     "deaf": "",
 }

@@ -294,7 +294,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "error: template": [
         (
             edit(vocab_size=257),
-            "only the token 257 or a higher one ends a turn, but the embedding .* has 257 rows",
+            "every token that ends a turn is 257 or higher, but the embedding .* has 257 rows",
         ),
         (
             [more_tokens, data(*questions(3), {"prompt": "<|image|>?", "ground_truth": 1})],
@@ -362,7 +362,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
         (
             {"data.train": ["t.jsonl", {"path": "t.jsonl", "weight": 2}]},
-            "t.jsonl has no weight; set one for all sources",
+            "t.jsonl has no weight; set a weight for all sources",
         ),
         (data(*4 * [LONG]), "all prompts have more than 284 tokens.*raise rollout.max_tokens"),
         ([data(*4 * [LONG]), FILTERED], "all prompts have more than 284 tokens"),

@@ -119,7 +119,7 @@ ANSWERED: dict[str, float | str] = {
     "nan": "ValueError: the reward is nan, which is not a finite number",
     "loop": 0.5,
     "big": 1.0,
-    "huge": "the answer has 3088963 bytes, at most 1048576 are allowed",
+    "huge": "the answer has 3088963 bytes, but at most 1048576 are allowed",
     "leave": "the reward process ended with exit code 3",
 }
 

@@ -201,8 +201,8 @@ def test_an_episode_of_side_requests_alone_fails() -> None:
     end = bench.failed()
     assert (end.reason, end.detail) == (
         FailReason.AGENT_ERROR,
-        "the agent ended without calling the model, except in side requests (rollout.untrained_agents, or "
-        "not of `agents`)",
+        "the agent ended without calling the model, except in side requests (from agents in "
+        "rollout.untrained_agents, or not in `agents`)",
     )
 
 
@@ -332,7 +332,7 @@ def test_one_number_is_the_reward_of_all_and_a_missing_agent_is_reported() -> No
     assert AgentBench(duel).finished().result.agents == ()
     reason, detail = reason_of(AgentBench(duel, reward=lambda given: {"white": 1.0, "blak": -1.0}))
     assert reason is FailReason.REWARD_ERROR
-    assert detail.startswith("the reward is a dict of white, blak, without 'black': return 'score', or")
+    assert detail.startswith("the reward is a dict of white, blak, but lacks 'black': return 'score', or")
 
 
 # -- agents that fail --------------------------------------------------------------------------------
@@ -820,7 +820,8 @@ def test_a_prompt_that_is_too_long_at_once_says_so() -> None:
     reason, detail = reason_of(AgentBench(agent, limits={"max_tokens": 4, "max_new_tokens": 4}))
     assert reason is FailReason.PROMPT_TOO_LONG
     assert (
-        detail == "This model's maximum context length is 4 tokens (rollout.max_tokens); the messages have 14"
+        detail
+        == "This model's maximum context length is 4 tokens (rollout.max_tokens); the messages have 14 tokens"
     )
 
 
@@ -990,7 +991,7 @@ TASK_INFO = '{"task": {"name": "t", "image": "i"}}'
         (TimeUp("late"), {}, EpisodeEnd.TIMEOUT, {"changes": "YQ=="}),
         (CommandError("refused"), {"max_turns": 1}, EpisodeEnd.MAX_TURNS, {"changes": "YQ=="}),
         (CommandError("killed"), {}, EpisodeEnd.DONE, {"changes": "YQ=="}),
-        (None, {"episode_timeout": 0.5}, EpisodeEnd.TIMEOUT, "the time was up before"),
+        (None, {"episode_timeout": 0.5}, EpisodeEnd.TIMEOUT, "the time limit expired before"),
     ],
 )
 def test_what_changed_is_judged_however_the_agent_ended(

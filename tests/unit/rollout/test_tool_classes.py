@@ -319,7 +319,10 @@ def test_reset_after_a_bad_snapshot_must_give_the_same_text(
     uninterrupted = unstable(call("look"), "Done.")
     uninterrupted.play()
     end = unstable("Done.").failed(uninterrupted.record[:2])
-    assert end.reason is FailReason.NOT_REPEATED and "reset of a tool's object returned another" in end.detail
+    assert (
+        end.reason is FailReason.NOT_REPEATED
+        and "reset of a tool's object returned a different text" in end.detail
+    )
 
 
 def test_a_column_that_the_sample_lacks_fails_the_episode(tmp_path: Path) -> None:

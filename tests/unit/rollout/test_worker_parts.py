@@ -287,7 +287,10 @@ async def test_an_engine_that_only_fails_ends_the_lane() -> None:
         raise errors.pop()
 
     f.engine.script = broken
-    errors = [*[EngineError("the engine failed")] * MAX_FAILURES, *[EngineRefused("no ids")] * MAX_FAILURES]
+    errors = [
+        *[EngineError("the engine failed")] * MAX_FAILURES,
+        *[EngineRefused("the prompt is empty")] * MAX_FAILURES,
+    ]
     for refused in (True, False):
         for _ in range(MAX_FAILURES):
             with pytest.raises(EngineError):

@@ -234,7 +234,9 @@ def test_searches_side_by_side_read_their_own_passages(tmp_path: Path) -> None:
 def test_an_index_that_could_not_be_finished_leaves_nothing(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{"words": 1}\n')
-    with pytest.raises(ConfigError, match=r"bad.jsonl, document 2: no text or contents, only words"):
+    with pytest.raises(
+        ConfigError, match=r"bad.jsonl, document 2: no text or contents; the fields are: words"
+    ):
         open_corpus(str(bad), str(tmp_path / "cache"))
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 

@@ -104,7 +104,7 @@ def test_adapters_alone_learn_and_the_export_holds_them(world: World, tmp_path: 
     [
         (
             {"buffer": {"episodes_per_group": 4}},
-            r"episodes_per_group: .* 'sft' would train each conversation 4 times",
+            r"episodes_per_group: .* 'sft' would train on each conversation 4 times",
         ),
         ({"rollout": {"temperature": 0.7}}, r"temperature \(0.7\): .* uses the likelihood at temperature 1"),
         ({"algorithm": {"shaping": {"overlong": {}}}}, r"'sft' ignores the reward; remove"),

@@ -166,7 +166,7 @@ def test_adapters_for_servers_leave_out_what_these_do_not_take(qwen3_5: Path) ->
 
     adapted, left_out, _ = describe_coverage(config).split("; ")
     assert "in_proj" not in adapted and "1 x self_attn.q_proj (" in adapted
-    assert left_out.startswith("left out, because servers have no adapters of these layers: ")
+    assert left_out.startswith("left out, because servers do not support adapters for these layers: ")
     assert all(f"x linear_attn.{kind} (" in left_out for kind in GATED_DELTA_KINDS)
 
     merged = resolved(qwen3_5, engine={"name": "sglang"})
@@ -203,7 +203,7 @@ def test_modules_can_be_chosen(qwen3_5: Path) -> None:
             "qwen3_5",
             ["q_proj", "in_proj_z"],
             SERVED,
-            r"^model\.lora_modules: .* in_proj_z: servers have no adapters of these layers; leave",
+            r"^model\.lora_modules: .* in_proj_z: servers do not support adapters for these layers; leave",
         ),
         ("mistral3", [], SERVED, r"^weights\.adapters: .* \(mistral3\); set it to false$"),
     ],
