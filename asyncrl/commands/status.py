@@ -56,7 +56,8 @@ def describe_ending(run_dir: Path) -> str:
     if launcher_lives(run_dir):
         return ""
     return (
-        "killed: the launcher is gone and recorded no ending; resume=auto continues from the last checkpoint"
+        "killed: the launcher is gone without recording an outcome; resume=auto continues from the last "
+        "checkpoint"
     )
 
 

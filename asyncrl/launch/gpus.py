@@ -43,7 +43,8 @@ def check_gpus(inputs: Inputs) -> Iterator[Note]:
             yield from _check_peers(inputs.config, gpu_count)
     elif driver_gpus := list_gpus():
         unusable_text = (
-            f"nvidia-smi lists {len(driver_gpus)} GPUs, but torch can use none: {_explain_unusable_gpus()}"
+            f"nvidia-smi lists {len(driver_gpus)} GPUs, but torch can use none of them: "
+            f"{_explain_unusable_gpus()}"
         )
         # Servers without server_command use the torch of this Python.
         needs_gpu = starts_local_servers(inputs.config) and not inputs.config.engine.server_command
@@ -61,7 +62,8 @@ def _explain_unusable_gpus() -> str:
     driver, newest_cuda = gpu_driver()
     newest_major = newest_cuda.partition(".")[0]
     built_cuda = version.cuda
-    fitting_torch = f"a torch built for CUDA {newest_major or 'of the driver'}"
+    cuda_text = f"CUDA {newest_major}" if newest_major else "the driver's CUDA version"
+    fitting_torch = f"a torch built for {cuda_text}"
 
     if not built_cuda:
         return f"torch is built without CUDA; install {fitting_torch}"

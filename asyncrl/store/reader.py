@@ -233,7 +233,10 @@ def _first_record(records: Sequence[T], record_kind: str, name: object) -> T:
     the meantime."""
     if records:
         return records[0]
-    raise StoreError(f"{DATABASE}: no {record_kind} {name}, or no longer; set a larger store.keep_bytes")
+    raise StoreError(
+        f"{DATABASE}: {record_kind} {name} does not exist or is no longer stored; set a larger "
+        "store.keep_bytes"
+    )
 
 
 def read_meta(run_dir: Path, key: str) -> str:

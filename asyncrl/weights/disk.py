@@ -279,7 +279,7 @@ def weights_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: 
         return shared_directory
 
     if setting == "shm":
-        problem = f"{SHARED_MEMORY} has {free_bytes} bytes free and the weights need {needed_bytes}"
+        problem = f"{SHARED_MEMORY} has {free_bytes} bytes free, but the weights need {needed_bytes}"
         raise ConfigError(f"{problem}; set weights.directory=run")
 
     return on_disk

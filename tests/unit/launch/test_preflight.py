@@ -87,7 +87,7 @@ def test_what_a_killed_launcher_left_on_shared_memory_counts_as_room(
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=30))
     write_header(given.model / "model.safetensors", weight=[2])  # 8 bytes of float32
     insisting = given.config(weights={"directory": "shm"})
-    with pytest.raises(ConfigError, match="30 bytes free and the weights need 40"):
+    with pytest.raises(ConfigError, match="30 bytes free, but the weights need 40"):
         list(preflight.check_weights_directory(Inputs(insisting)))
     version = preflight.outside_weights(insisting)[0] / "e0001-v00000001"
     version.mkdir(parents=True)
