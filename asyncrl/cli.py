@@ -43,11 +43,11 @@ COMMANDS = {
     "replay": ["NAME --step N          repeat a recorded step, unchanged or with other keys"],
     "regrade": ["NAME --reward SPEC    score recorded episodes with another reward"],
     "image": [
-        "import FILE | list       unpack or list root file systems of sandboxes",
+        "import FILE | list       unpack or list root file systems for sandboxes",
     ],
     "tasks": ["check DIR               check tasks: score 0 if untouched, 1 if solved; times; network"],
     "tools": [
-        "list [SPEC...]          list the built-in tools, or those of a module, file or folder",
+        "list [SPEC...]          list the built-in tools, or the tools in a module, file or folder",
         "call NAME '{\"a\": 1}'    call a tool",
     ],
 }

@@ -71,7 +71,7 @@ def check_data(parts: EpisodeParts) -> RunData:
 
     if len(train) < config.buffer.groups_per_batch:
         raise ConfigError(
-            f"data.train: {len(train)} samples are fewer than one batch; lower buffer.groups_per_batch "
+            f"data.train: {len(train)} samples are too few for one batch; lower buffer.groups_per_batch "
             f"({config.buffer.groups_per_batch}) or add samples"
         )
 

@@ -143,7 +143,7 @@ def check_nccl(inputs: Inputs) -> Iterator[Note]:
             "this torch has no NCCL, which several ranks on GPUs need; install a torch with NCCL"
         )
     else:
-        yield ok("none; not needed for one rank and weights through files")
+        yield ok("none; not needed for one rank with weights in files")
 
 
 @preflight_check("network", requires=("libraries",))

@@ -143,8 +143,8 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
     data_sources = {sample.data_source for sample in run_data.train} if sources_matter else set()
     if untaught_sources := sorted(source for source in data_sources if not config.reader(source)):
         raise ConfigError(
-            f"scorers: no teacher has the data source {untaught_sources[0]} among its sources, so its turns "
-            "would not be trained; add it to a teacher, or add a teacher without sources"
+            f"scorers: no teacher has the data source {untaught_sources[0]} among its sources, so turns "
+            "from this source would not be trained; add it to a teacher, or add a teacher without sources"
         )
 
     held_out_text = f", {len(run_data.test)} held out" if run_data.test is not None else ""
@@ -277,9 +277,9 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
         )
 
     truth = sample.ground_truth
-    answers = [("empty text", "")]
+    answers = [("an empty text", "")]
     if truth is not None:
-        answers.insert(0, ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth_json))
+        answers.insert(0, ("the ground truth", truth if isinstance(truth, str) else sample.ground_truth_json))
 
     if task_of(sample):  # Rewards of tasks judge changed files, not answers
         answers = []

@@ -147,7 +147,9 @@ def lineage_of(ref: WeightsRef) -> Iterator[tuple[WeightsRef, Manifest]]:
         base_ref = ref_to(Path(ref.path).parent, delta.version)
         manifest = read_manifest(base_ref)
         if base_ref.version >= ref.version or manifest.checksum != delta.checksum:
-            raise WeightsError(f"weights {ref.path}: {base_ref.path} is not the version that it builds upon")
+            raise WeightsError(
+                f"weights {ref.path}: {base_ref.path} is not the version that this one builds upon"
+            )
         yield base_ref, manifest
         ref = base_ref
 

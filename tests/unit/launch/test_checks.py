@@ -366,7 +366,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
         (data(*4 * [LONG]), "all prompts have more than 284 tokens.*raise rollout.max_tokens"),
         ([data(*4 * [LONG]), FILTERED], "all prompts have more than 284 tokens"),
-        ([data(*FOUR[1:], LONG), FILTERED], "data.train: 3 samples are fewer than one batch"),
+        ([data(*FOUR[1:], LONG), FILTERED], "data.train: 3 samples are too few for one batch"),
         (talks({}, {"content": ""}), "2 conversations have an empty .*and no others are left"),
         *(
             ([UNTRUE, {"rollout.reward": reward}], "sample 0: no ground truth for rollout.reward [a-z]")
