@@ -268,10 +268,10 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         (renamed("q_proj", "q_proj.base_layer"), "not merged; save model.merge_and_unload"),
         (renamed("q_proj", "query"), r"lack 2 tensors .*the files have 2 tensors .*query\..*instead"),
         (without("layers.0.mlp.up_proj.weight"), "lack 1 tensor .*layers.0.mlp.up_proj.*not downloaded"),
-        (narrower("norm.weight"), "in the files and .* in the model.*of different models"),
+        (narrower("norm.weight"), "in the files and .* in the model.*to different models"),
         (
             eight_bits("up_proj.weight"),
-            "up_proj.weight is F8_E4M3 in the files, and .*no quantization_config",
+            "up_proj.weight is F8_E4M3 in the files, but .*no quantization_config",
         ),
         (added("draft.fc.weight", 999, 999), r"have 1 tensor \(draft.fc.weight\) .*% of their bytes"),
         (

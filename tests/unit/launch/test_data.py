@@ -198,7 +198,7 @@ def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given:
     given.keys["rollout.tools"] = ["calculator"]
     assert "data.train: no tool can work on the files of a task" in given.notes("data")[-1].text
     given.keys["rollout.tools"] = ["shell", "python"]
-    assert "data.train: 2 of rollout.tools change files; set" in given.notes("data")[-1].text
+    assert "data.train: 2 of rollout.tools change files, but" in given.notes("data")[-1].text
     given.keys["rollout.tools"] = ["shell", "calculator"]
     begin(given.config())
     given.keys["resume"] = "auto"

@@ -218,7 +218,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
         ([gpus(2), shared_memory(SMALL, MIB), RANKS], "free, but NCCL needs 1 GB; .*--ipc=host"),
         ([gpus(2), shared_memory(SMALL, 100 * MIB), RANKS], "524.3 MB, and NCCL needs 1 GB;.*directory=run"),
-        ([gpus(2), shared_memory(SMALL, MIB), TP], "NCCL wants"),
+        ([gpus(2), shared_memory(SMALL, MIB), TP], "NCCL needs"),
     ],
     "ok: /dev/shm": [
         ([gpus(0), shared_memory(SMALL, MIB)], "67.1 MB"),  # the demo
