@@ -261,7 +261,7 @@ def test_another_model_shows_at_the_first_probe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "complaint"),
     [
-        ([REF.label, "default"], "holds 'default' and not 'e1-v1'"),
+        ([REF.label, "default"], "holds 'default' instead of 'e1-v1'"),
         ([REF.label, *[EngineError("nobody there")] * 3], "no answer after 3 attempts"),
         (
             [*[EngineError("busy")] * 2, REF.label, *[EngineError("gone")] * 3],
