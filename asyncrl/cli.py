@@ -35,7 +35,7 @@ COMMANDS = {
         "list | show [NAME]       list the runs in runs/, or show a summary",
         "transcripts [NAME]       show stored transcripts, of validation or --of training",
     ],
-    "status": ["[NAME]                 what an active run waits for, or why a run ended"],
+    "status": ["[NAME]                 what an active run is waiting for, or why a run ended"],
     "invite": ["[NAME]                 print a token for a worker or server to join an active run"],
     "worker": ["--join TOKEN           run as that worker or server until stopped"],
     "plan": ["NAME | KEY=VALUE...     find the bottleneck; predict other slots, splits and bounds"],
@@ -43,11 +43,11 @@ COMMANDS = {
     "replay": ["NAME --step N          repeat a recorded step, unchanged or with other keys"],
     "regrade": ["NAME --reward SPEC    score recorded episodes with another reward"],
     "image": [
-        "import FILE | list       unpack or list root file systems of sandboxes",
+        "import FILE | list       unpack or list root file systems for sandboxes",
     ],
-    "tasks": ["check DIR               check tasks: score 0 untouched, 1 solved; times; network"],
+    "tasks": ["check DIR               check tasks: score 0 if untouched, 1 if solved; times; network"],
     "tools": [
-        "list [SPEC...]          list the built-in tools, or those of a module, file or folder",
+        "list [SPEC...]          list the built-in tools, or the tools in a module, file or folder",
         "call NAME '{\"a\": 1}'    call a tool",
     ],
 }
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
         return 141
     except UnicodeEncodeError as error:  # a path that is not UTF-8
         return _report_error(
-            f"{error.object!a} is not UTF-8 text; rename the file or directory, or use another one", 2
+            f"{error.object!a} is not UTF-8 text; rename it, or use another file or directory", 2
         )
     except OSError as error:  # a full disk, an unreadable file
         return _report_error(one_line(error), 1)

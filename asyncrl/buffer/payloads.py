@@ -103,15 +103,20 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
         )
         if not sizes_match or byte_counts[1] > MAX_TOP_TOKENS * logprob_bytes:
             raise ProtocolError(
-                f"episode {uid} turn {turn.index}: scores of {byte_counts} bytes, {logprob_bytes} expected"
+                f"episode {uid} turn {turn.index}: got scores of {byte_counts} bytes, "
+                f"expected {logprob_bytes}"
             )
         if (lowest_id := np.frombuffer(scores.ids, "<i4").min(initial=0)) < 0:
-            raise ProtocolError(f"episode {uid} turn {turn.index}: scores of {lowest_id}, not a token")
+            raise ProtocolError(
+                f"episode {uid} turn {turn.index}: scores for {lowest_id}, which is not a valid token ID"
+            )
 
     if not 0 <= turn.row <= rows:
-        raise ProtocolError(f"episode {uid} turn {turn.index}: row {turn.row} follows {rows} rows")
+        raise ProtocolError(f"episode {uid} turn {turn.index}: got row {turn.row} after {rows} rows")
     if turn.row == rows and generation.ids and not turn.context:
-        raise ProtocolError(f"episode {uid}: row {turn.row} starts with a model token: nothing predicts it")
+        raise ProtocolError(
+            f"episode {uid}: row {turn.row} starts with a model token, which nothing predicts"
+        )
 
 
 def check_part(uid: str, part: TurnPart, vocabulary: int = MAX_VOCABULARY) -> None:
@@ -138,7 +143,7 @@ def _check_sampled(subject: str, sampled: Generation, vocabulary: int) -> None:
 
     if len(sampled.ids) != len(sampled.logprobs) or not contiguous:
         raise ProtocolError(
-            f"{subject}: {len(sampled.ids)} tokens with {len(sampled.logprobs)} log-probs "
+            f"{subject}: got {len(sampled.ids)} tokens with {len(sampled.logprobs)} log-probs "
             f"and spans {[(span.start, span.end) for span in sampled.spans]}"
         )
 

@@ -15,14 +15,14 @@ from asyncrl.values import printable
 
 HELP = """\
 Check the machine and, with model.path and data.train, also the model and data of a run. Every line is
-"ok", a "warning", or an "error" with what to do about it. Nothing is written or started, except that a
-hub model is downloaded and a sandbox is tried. OVERRIDES are those of asyncrl train.
+"ok", a "warning", or an "error" that says what to do. Nothing is written or started, except that a
+hub model is downloaded and a sandbox is started briefly. OVERRIDES are those of asyncrl train.
 
   asyncrl doctor                                       the machine
   asyncrl doctor experiment=calculator                 the machine and the demo
   asyncrl doctor model.path=DIR data.train=FILE        the machine, your model and data
 
-Exit code 0 without errors, 2 with some.
+The exit code is 0 without errors, and 2 otherwise.
 """
 TEXT_COLUMN = 24  # column at which the texts begin
 NO_MODEL = ["model.path=none", "data.train=none"]  # Overrides for checks that need neither model nor data.
@@ -61,5 +61,7 @@ def main(argv: list[str]) -> int:
     print(f"\n{counts}")
 
     if checks is MACHINE_CHECKS:
-        print("only the machine was checked; set model.path and data.train to check them as well")
+        print(
+            "only the machine was checked; set model.path and data.train to check the model and data as well"
+        )
     return 2 if "error" in levels else 0

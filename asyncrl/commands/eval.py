@@ -41,22 +41,22 @@ from asyncrl.values import printable
 HELP = """\
 Evaluate a model: the episodes, tools, environments and rewards of training, without training.
 
-  asyncrl eval MODEL data=FILE.parquet rollout.reward=math       MODEL: a directory, or owner/name of the hub
+  asyncrl eval MODEL data=FILE.parquet rollout.reward=math       MODEL: a directory, or owner/name on the hub
   asyncrl eval runs/demo/checkpoints/step-200                    with the configuration of its run
   asyncrl eval demo validation.episodes=8                        newest checkpoint of a run; mean@8, pass@8
   asyncrl eval demo --baseline runs/demo/checkpoints/step-50     compared with another model
   asyncrl eval MODEL experiment=calculator engine=sglang         OVERRIDES are those of asyncrl train
 
-After a crash, the same command continues; once the result exists, it only prints it. `data=` is `data.test=`;
-all its rows are used, or the first `samples=N`, `episodes=K` times each. The episodes form their own run:
-asyncrl runs transcripts NAME. What the numbers mean: docs/guides/after_a_run.md."""
+After a crash, run the same command to continue; once the result exists, the command only prints it.
+`data=` is short for `data.test=`; all rows are used, or the first `samples=N`, `episodes=K` times each. The
+episodes form their own run: asyncrl runs transcripts NAME. The numbers: docs/guides/after_a_run.md."""
 
 EVALUATION = "evaluation.json"
 ALL_SAMPLES = "validation.samples=1000000000"
 ALIASES = {"data": "data.test", "samples": "validation.samples", "episodes": "validation.episodes"}
 STEM_BYTES = 150  # Bytes of the model's name in the name of its run.
 SOLVED = re.compile(r"val-core/all/(\w+/(?:success|pass@\d+))")
-COLUMNS = ("mean", "95%", "samples", "minus baseline", "95% of that")
+COLUMNS = ("mean", "95% interval", "samples", "minus baseline", "95% interval")
 
 
 class Target(NamedTuple):
@@ -150,7 +150,7 @@ def resolve_target(name: str, runs_directory: Path) -> Target:
 
         runs = list_run_directories(runs_directory) if runs_directory.is_dir() else []
         raise ConfigError(
-            f"{name}: no such model, checkpoint or run; use a model directory, owner/name of the "
+            f"{name}: no such model, checkpoint or run; use a model directory, owner/name on the "
             f"hub, a checkpoint ({runs_directory}/NAME/checkpoints/step-N), or a run in {runs_directory}: "
             f"{', '.join(sorted(run.name for run in runs)) or 'none yet'}"
         )
@@ -199,7 +199,8 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
         )
     if config.agents:
         raise ConfigError(
-            "agents: the export of a checkpoint lacks their adapters; see val-core/ in the metrics of the run"
+            "agents: a checkpoint's export lacks the agents' adapters; see val-core/ in the metrics of the "
+            "run"
         )
 
     from asyncrl.algorithms.recipe import imitates
@@ -298,7 +299,7 @@ def write_result(result: Result, baseline: Result | None = None) -> dict[str, di
     """Write evaluation.json in the run's directory, and return the numbers of the table."""
     if baseline is not None and baseline.data != result.data:
         raise ConfigError(
-            f"{baseline.run_dir}: evaluated on other samples than {result.run_dir}; use the same data=…"
+            f"{baseline.run_dir}: evaluated on different samples than {result.run_dir}; use the same data=…"
         )
 
     metrics = summarize_metrics(result.numbers, baseline.numbers if baseline else {})

@@ -32,7 +32,7 @@ All rows of the data are sampled, or the first `samples=N`, `episodes=N` times e
 A row has data_source, prompt (messages), ground_truth (text, or JSON), and lists of one entry per episode:
 responses (the text of the last turn), conversations (all messages, as JSON), rewards, stop_reasons, tokens
 (that the model wrote). An episode that failed in every attempt has no response and no reward. After a crash,
-the same command continues.
+run the same command to continue.
 OVERRIDES are those of asyncrl train; asyncrl eval --help explains MODEL."""
 
 OUT_PREFIX = "out="
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     sample_count = len(Samples.open(samples_path(run_dir, "test")))
     print(
         f"{out_path}: {row_count} prompts, "
-        f"{'all' if row_count == sample_count else f'the first of {sample_count}'} of the data"
+        f"{'all' if row_count == sample_count else f'the first of the {sample_count}'} in the data"
     )
     return 0
 
@@ -73,7 +73,9 @@ def _take_out_path(options: argparse.Namespace) -> Path:
         )
         raise unknown_keys(options.overrides) or path_error
     if not path.parent.is_dir():
-        raise ConfigError(f"out={path}: no directory {path.parent}; create it, or choose another")
+        raise ConfigError(
+            f"out={path}: the directory {path.parent} does not exist; create it, or choose another"
+        )
     return path
 
 

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
 
     if options.action == "remove":
         is_removed = remove_image(options.source)
-        print(f"{options.source} is removed{'' if is_removed else '; its image has other names'}")
+        print(f"{options.source} was removed{'' if is_removed else '; its image has other names'}")
         return 0
 
     bounds = Bounds(**{name: getattr(options, name) for name in Bounds.__struct_fields__})

@@ -18,9 +18,9 @@ HELP = """\
 Write a checkpoint as a Hugging Face directory for transformers, SGLang or vLLM, with adapters merged.
 
   asyncrl merge demo model                                    the newest checkpoint of a run
-  asyncrl merge runs/demo/checkpoints/step-200 model          this one; s3://… for checkpoints there
+  asyncrl merge runs/demo/checkpoints/step-200 model          this checkpoint; s3://… works as well
   asyncrl merge demo adapters --adapters apart                only adapters, in PEFT's format; with
-                                                              `agents`, each in a directory of its name
+                                                              `agents`, a directory for each agent
 
 All files are verified against the checksums of the checkpoint."""
 
@@ -53,7 +53,8 @@ def main(argv: list[str]) -> int:
         if options.adapters == "apart":
             if run_dir is None:
                 raise ConfigError(
-                    f"{checkpoints.file_path(step)}: the run is not next to it; use the name of the run"
+                    f"{checkpoints.file_path(step)}: the run is not next to this checkpoint; use the name "
+                    "of the run"
                 )
             from asyncrl.trainer.checkpoint import write_adapters
 

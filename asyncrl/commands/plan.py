@@ -486,7 +486,7 @@ def _sharing_advice(comparison: Comparison, key: str) -> str:
     if best_placed is comparison.shifts:
         keys += f" engine.colocated={best_placed.engines}"
     if comparison.apart is None or comparison.shifts is None:
-        return f"use {keys}: the only way with these devices"
+        return f"use {keys}: the only option with these devices"
 
     gain = 1 - comparison.fastest / max(comparison.apart.forecast.step_s, comparison.shifts.forecast.step_s)
     reason = (

@@ -27,7 +27,7 @@ Common keys (all of them: docs/reference/configuration.md; formats of rows: docs
   buffer.groups_per_batch      conversations per batch
   rollout.max_tokens           longer conversations are left out
   rollout.tools                tools shown in the prompts, if the rows have no column `tools`
-  data.test, validation.every  held-out conversations (measures loss) or prompts (measures rewards)
+  data.test, validation.every  held-out conversations (to measure loss) or prompts (to measure rewards)
 """
 
 BEGIN = """\

@@ -18,7 +18,7 @@ from asyncrl.observe.summary import NOT_CONSERVED, account_line
 from asyncrl.observe.wrapping import fit_terminal
 from asyncrl.values import printable
 
-NO_STEPS = "an evaluation, without steps,"
+NO_STEPS = "evaluation (no training steps),"
 WATCH_INTERVAL = 2.0  # Seconds between two reports of --watch.
 SILENT_SECONDS = 5.0  # Seconds after which a status is old; there are two per second.
 
@@ -56,7 +56,8 @@ def describe_ending(run_dir: Path) -> str:
     if launcher_lives(run_dir):
         return ""
     return (
-        "killed: the launcher is gone and recorded no ending; resume=auto continues from the last checkpoint"
+        "killed: the launcher is gone without recording an outcome; resume=auto continues from the last "
+        "checkpoint"
     )
 
 

@@ -65,7 +65,7 @@ class Trial(msgspec.Struct):
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="asyncrl tasks", description=__doc__)
     parser.add_argument("action", choices=("check",))
-    parser.add_argument("directory", help="a task folder, or a directory of them")
+    parser.add_argument("directory", help="a task folder, or a directory of task folders")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="number of tasks checked at once"
     )

@@ -29,8 +29,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="asyncrl tools",
         description=(
-            "list [SPEC...]: show name, parameters, description and options of tools. call SPEC [JSON]: "
-            "open a tool, call it once with these arguments and print the reply. SPEC: a name, "
+            "list [SPEC...]: show the name, parameters, description and options of each tool. call SPEC "
+            "[JSON]: open a tool, call it once with these arguments and print the reply. SPEC: a name, "
             "module:attribute, file.py:attribute or folder, as in rollout.tools."
         ),
     )

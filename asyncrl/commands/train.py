@@ -15,7 +15,7 @@ from asyncrl.registry import search_working_directory
 HELP = """\
 Train a run. OVERRIDES are Hydra's: key=value, or group=choice for a file in configs/.
 
-  asyncrl train model.path=DIR data.train=FILE.parquet   your own; the defaults fit 0.5B to 8B parameters
+  asyncrl train model.path=DIR data.train=FILE.parquet   your own; the defaults suit 0.5B to 8B models
   asyncrl train experiment=calculator                    a small model learns to use a calculator, on a CPU
   asyncrl train experiment=calculator --dry-run          check everything; print the plan
   asyncrl train experiment=calculator name=first total_steps=20                a short run in runs/first

@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     exit_code, kept_at = joined_process.wait_for_exit(show_log=True)
     if kept_at:
         print(
-            f"asyncrl: the run did not receive everything that {planned.name} wrote: {kept_at}",
+            f"asyncrl: the run did not receive everything that {planned.name} wrote; see {kept_at}",
             file=sys.stderr,
         )
     return exit_code
@@ -90,7 +90,7 @@ def run_configuration(enrolled: Enrolled) -> RunConfig:
         return msgspec.json.decode(enrolled.config, type=RunConfig)
     except UNDECODABLE as error:
         raise ConfigError(
-            f"the run's configuration cannot be read here ({error}); install the version of the run"
+            f"the run's configuration cannot be read here ({error}); install the version that the run uses"
         ) from None
 
 

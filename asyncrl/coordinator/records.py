@@ -117,7 +117,8 @@ class RecordHandler:
                 if not 0 < turns == episode.turns or longest_sequence > episode.tokens:
                     durable = f"{episode.turns} turns of {episode.tokens} tokens are durable"
                     raise ProtocolError(
-                        f"episode {episode.uid}: ends after {turns}, with {longest_sequence}: {durable}"
+                        f"episode {episode.uid}: reported {turns} turns and {longest_sequence} tokens at "
+                        f"its end, but {durable}"
                     )
 
                 if frames:
@@ -181,14 +182,18 @@ class RecordHandler:
         if message.turn < episode.turns:
             return  # sent again to a restarted coordinator, perhaps after its parts
         if message.turn > episode.turns:
-            raise ProtocolError(f"episode {episode.uid}: turn {message.turn} before turn {episode.turns}")
+            raise ProtocolError(
+                f"episode {episode.uid}: got turn {message.turn} where turn {episode.turns} was expected"
+            )
 
         frame = _single_frame(frames)
         turn = decode_turn(frame)
         check_turn(episode.uid, turn, episode.rows, self.fleet.vocabulary)
         check_logprobs(f"episode {episode.uid} turn {turn.index}", turn.generation)
         if turn.index != message.turn:
-            raise ProtocolError(f"episode {episode.uid}: turn {turn.index} in the place of {message.turn}")
+            raise ProtocolError(
+                f"episode {episode.uid}: got turn {turn.index} where turn {message.turn} was expected"
+            )
 
         if self._reject_unpushed(worker, episode, turn.generation, now):
             return

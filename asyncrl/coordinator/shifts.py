@@ -81,7 +81,7 @@ class ShiftHandler:
             return  # an answer to an earlier message, or a repetition
 
         if message.error:
-            log.warning("%s does not sleep: %s", engine.name, message.error)
+            log.warning("%s did not fall asleep: %s", engine.name, message.error)
             return
 
         engine.asleep = True
@@ -199,7 +199,9 @@ class ShiftHandler:
             if "" in incarnations and now > self._start_deadline:
                 self._start_deadline = now + self.fleet.liveness.start_seconds
                 self._replace(
-                    Replace(self.role, f"not all of {self.role} have reported in: they cannot sleep")
+                    Replace(
+                        self.role, f"not all processes of {self.role} have reported in, so they cannot sleep"
+                    )
                 )
 
     def _engine_idle_seconds(self) -> float:

@@ -326,8 +326,8 @@ class TrainerHandler:
             if self._spike_count > MAX_SPIKES:
                 remedy = f"; {MAX_SPIKES} other batches of this step were skipped before"
             raise ProtocolError(
-                f"{message.detail}; it is not trained, and its plan is kept; resume=auto repeats it from the "
-                f"newest checkpoint: set a smaller trainer.lr or another loss{remedy}"
+                f"{message.detail}; the step is not trained, and its plan is kept; resume=auto repeats it "
+                f"from the newest checkpoint: set a smaller trainer.lr or another loss{remedy}"
             )
 
         log.warning("%s; skipped: %s", message.detail, " ".join(batch.uids))
@@ -428,7 +428,7 @@ class TrainerHandler:
         saved_step = self.checkpoint_step
         waits = (rank.heartbeat.waiting for rank in self.ranks.peers if rank.heartbeat)
         reason = "; ".join(filter(None, (reason, *waits)))
-        starting_point = f"the one of step {saved_step}" if saved_step >= 0 else "the start"
+        starting_point = f"the checkpoint of step {saved_step}" if saved_step >= 0 else "the start"
         repeated = f"resume=auto repeats the steps since {starting_point}"
         return f"stopped without a checkpoint of step {step}: {reason}; {repeated}"
 

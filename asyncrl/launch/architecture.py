@@ -132,7 +132,7 @@ def _open_checks(model_path: str) -> Callable[[str], CopyFinding]:
                 try:
                     slot = SlotMemory(*slot_sizes(config))
                 except Exception as error:
-                    reason = f"the memory of the embedded engine's slots is unknown: {one_line(error)}"
+                    reason = f"the memory for the embedded engine's slots is unknown: {one_line(error)}"
             except ConfigError as error:
                 problems = {"engine": str(error)}
         return CopyFinding(problems, reason=reason if problems is not None else NO_COPY, slot=slot)

@@ -71,7 +71,7 @@ def check_data(parts: EpisodeParts) -> RunData:
 
     if len(train) < config.buffer.groups_per_batch:
         raise ConfigError(
-            f"data.train: {len(train)} samples are fewer than one batch; lower buffer.groups_per_batch "
+            f"data.train: {len(train)} samples are too few for one batch; lower buffer.groups_per_batch "
             f"({config.buffer.groups_per_batch}) or add samples"
         )
 
@@ -108,7 +108,7 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
         )
         if problems:
             raise ConfigError(
-                f"data.{split}: {'; '.join(problems)}; add it to rollout.tools, or fix the data"
+                f"data.{split}: {'; '.join(problems)}; add missing tools to rollout.tools, or fix the data"
             )
         warnings += [f"data.{split}: {line}; ignored" for line in ignored_lines]
 
@@ -126,7 +126,7 @@ def _check_reward_columns(parts: EpisodeParts, split: str, samples: Samples) -> 
         if missing_columns:
             name = missing_columns[0]
             raise ConfigError(
-                f"data.{split}: rollout.reward {reward.name} needs the column {name!r}, and the first sample "
+                f"data.{split}: rollout.reward {reward.name} needs the column {name!r}, but the first sample "
                 f"has {', '.join(sample.columns)}; {missing_column_advice(name)}, or give the parameter a "
                 "default"
             )
@@ -201,9 +201,9 @@ def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
     change_tool_count = sum(hasattr(getattr(state, "func", state), "result") for state in states)
     if uses_tests and change_tool_count != 1:
         problem = (
-            f"{change_tool_count} of rollout.tools change files"
+            f"{change_tool_count} of rollout.tools change files, but tasks need exactly one such tool"
             if change_tool_count
-            else "nothing can work on its tasks"
+            else "no tool can work on the files of a task"
         )
         raise ConfigError(f"{problem}; set rollout.agent, or rollout.tools=[shell], [python] or [workspace]")
     return warnings

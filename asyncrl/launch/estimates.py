@@ -288,15 +288,15 @@ def cost_warnings(config: RunConfig, has_gpu: bool | None) -> Iterator[str]:
     directory = _checkpoint_directory(config)
     if directory and needed_bytes > _free_bytes(directory):
         yield (
-            f"checkpoints need {format_bytes(needed_bytes)} (checkpoint.keep and one being written), and "
-            f"{directory} has {format_bytes(_free_bytes(directory))} free; free some space, or set "
+            f"checkpoints need {format_bytes(needed_bytes)} (checkpoint.keep plus the one being written), "
+            f"but {directory} has {format_bytes(_free_bytes(directory))} free; free some space, or set "
             "checkpoint.directory"
         )
 
     if config.model.dtype == "bfloat16" and not multiplies_bfloat16(uses_gpu(config, has_gpu)):
         yield (
             "model.dtype=bfloat16 is many times slower than float32 on this machine, which has no "
-            "instructions for it; set model.dtype=float32, or auto"
+            "instructions for bfloat16; set model.dtype=float32, or auto"
         )
 
     embedded_engines = 0 if config.engine.remote else config.rollout.workers

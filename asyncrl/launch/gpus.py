@@ -43,7 +43,8 @@ def check_gpus(inputs: Inputs) -> Iterator[Note]:
             yield from _check_peers(inputs.config, gpu_count)
     elif driver_gpus := list_gpus():
         unusable_text = (
-            f"nvidia-smi lists {len(driver_gpus)} GPUs, but torch can use none: {_explain_unusable_gpus()}"
+            f"nvidia-smi lists {len(driver_gpus)} GPUs, but torch can use none of them: "
+            f"{_explain_unusable_gpus()}"
         )
         # Servers without server_command use the torch of this Python.
         needs_gpu = starts_local_servers(inputs.config) and not inputs.config.engine.server_command
@@ -61,7 +62,8 @@ def _explain_unusable_gpus() -> str:
     driver, newest_cuda = gpu_driver()
     newest_major = newest_cuda.partition(".")[0]
     built_cuda = version.cuda
-    fitting_torch = f"a torch built for CUDA {newest_major or 'of the driver'}"
+    cuda_text = f"CUDA {newest_major}" if newest_major else "the driver's CUDA version"
+    fitting_torch = f"a torch built for {cuda_text}"
 
     if not built_cuda:
         return f"torch is built without CUDA; install {fitting_torch}"
@@ -141,7 +143,7 @@ def check_nccl(inputs: Inputs) -> Iterator[Note]:
             "this torch has no NCCL, which several ranks on GPUs need; install a torch with NCCL"
         )
     else:
-        yield ok("none; not needed for one rank and weights through files")
+        yield ok("none; not needed for one rank with weights in files")
 
 
 @preflight_check("network", requires=("libraries",))

@@ -83,7 +83,7 @@ class Inputs:
             raise ConfigError(f"rollout.agent.{name}: {error}") from error
         except (AsyncrlError, TimeoutError) as error:
             place_text = "in the sandbox"
-            advice = ", add the paths that it reads to show, or set sandbox: none"
+            advice = ", add the paths that the program reads to `show`, or set `sandbox: none`"
             if self.image_tasks:
                 place_text = "in the image of a task"
                 advice = ", or install it in the image"
@@ -92,8 +92,8 @@ class Inputs:
                 advice = ""
             reason = str(error) or "no answer in time"
             raise ConfigError(
-                f"rollout.agent.{name}: cannot be run {place_text}: {reason}; give its path as "
-                f"program{advice}"
+                f"rollout.agent.{name}: cannot be run {place_text}: {reason}; set `program` to its "
+                f"path{advice}"
             ) from error
 
     @cached_property

@@ -85,15 +85,15 @@ def check_package(package: KernelPackage, model_file: str, model_name: str, conf
         )
         supported = f"{package.distributions[-1]}>={package.oldest_version}"
         raise ConfigError(
-            f"{described}, {calls}; they need {supported}: pip install '{supported}' (with a GPU), or "
+            f"{described}, {calls}; the kernels need {supported}: pip install '{supported}' (with a GPU), or "
             f"{removal}"
         )
 
     has_gpu = uses_gpu(config, sees_gpu(config))
     if has_gpu is False and package.module in bound_packages(model_file):
         raise ConfigError(
-            f"{name} is installed, {calls}; they need a GPU, and this run uses none: {removal} (torch then "
-            "computes these layers)"
+            f"{name} is installed, {calls}; the kernels need a GPU, but this run uses none: {removal} "
+            "(torch then computes these layers)"
         )
 
 

@@ -229,9 +229,9 @@ def check_shared_memory(inputs: Inputs) -> Iterator[Note]:
     nccl_lacks_room = is_small and uses_nccl(config)
     if lacks_room:
         size_text = format_bytes(needed_bytes) if needed_bytes else "more"
-        text += f", and the weight versions take {size_text}"
+        text += f", but the weight versions take {size_text}"
     if nccl_lacks_room:
-        text += ", and NCCL wants 1 GB"
+        text += ", and NCCL needs 1 GB" if lacks_room else ", but NCCL needs 1 GB"
 
     if is_small and (lacks_room or nccl_lacks_room):
         advice = "; or weights.directory=run, or a path on a fast disk" if lacks_room else ""
@@ -303,7 +303,7 @@ def check_agent(inputs: Inputs) -> Iterator[Note]:
     if needed_bytes > memory_bytes and inputs.config.launch.kind == "local":
         yield warning(
             f"{slot_count} slots (rollout.workers * rollout.slots) of {harness.name} need "
-            f"{format_bytes(needed_bytes)}, {harness.resident_mb} MB each, and this machine has "
+            f"{format_bytes(needed_bytes)}, {harness.resident_mb} MB each, but this machine has "
             f"{format_bytes(memory_bytes)}; lower rollout.slots"
         )
 

@@ -79,7 +79,7 @@ def check_memory(config: RunConfig, has_gpu: bool | None) -> None:
         and available_bytes > (main_bytes := main_memory().total)
     ):
         available_bytes = main_bytes
-        place_text = " of main memory, where they are offloaded,"
+        place_text = " of main memory, to which they are offloaded,"
         advice = "engine.colocated=0"
 
     if available_bytes is not None and needed_bytes > available_bytes:
@@ -198,7 +198,7 @@ def _with_chosen_recomputation(config: RunConfig, has_gpu: bool | None) -> tuple
     config = with_recomputation(config, least_by_gpu[tightest_gpu])
 
     usable_bytes = usable_memory(config, memory_by_gpu[tightest_gpu], tightest_gpu, gpu_count)
-    text = f"recomputation {described_recomputation(least_by_gpu[tightest_gpu])} in the backward"
+    text = f"recomputation {described_recomputation(least_by_gpu[tightest_gpu])} in the backward pass"
     if (held_bytes := gpu_tensor_bytes(config)) > usable_bytes:
         cure = f"a smaller trainer.micro_batch_tokens, {memory_advice(least_by_gpu[tightest_gpu])}"
         return config, [
@@ -208,7 +208,7 @@ def _with_chosen_recomputation(config: RunConfig, has_gpu: bool | None) -> tuple
             )
         ]
     return config, [
-        ok(f"{text}: the smallest setting that fits a rank into {format_bytes(usable_bytes)} of its GPU")
+        ok(f"{text}: the smallest setting that fits a rank into {format_bytes(usable_bytes)} of GPU memory")
     ]
 
 

@@ -106,23 +106,26 @@ def resolve_lora_modules(config: RunConfig) -> list[str]:
     if unknown_kinds:
         raise ConfigError(
             f"model.lora_modules: {', '.join(unknown_kinds)}: not among the trainable linear layers of "
-            f"{path}, which are {', '.join(existing_kinds)}; use some of these"
+            f"{path}, which are {', '.join(existing_kinds)}; choose from these"
         )
 
     unserved_kinds = kinds_not_served(path) if servers_get_adapters(config) else {}
     served_kinds = [kind for kind in existing_kinds if kind not in unserved_kinds]
     refused_kinds = {kind: unserved_kinds[kind] for kind in chosen_kinds if kind in unserved_kinds}
-    key, cure = ("agents", "engine=torch") if config.agents else ("weights.adapters", "it to false")
+    key, cure = (
+        ("agents", "engine=torch") if config.agents else ("weights.adapters", "weights.adapters=false")
+    )
 
     if servers_get_adapters(config) and (model_type := type_without_adapters(path)):
         raise ConfigError(
-            f"{key}: a request with an adapter crashes an SGLang server of {path} ({model_type}); set {cure}"
+            f"{key}: a request with an adapter crashes an SGLang server that runs {path} ({model_type}); "
+            f"set {cure}"
         )
     if refused_kinds:
         reasons = "; ".join(f"{kind}: {reason}" for kind, reason in refused_kinds.items())
         raise ConfigError(
             f"model.lora_modules: SGLang cannot load adapters alone for {reasons}; leave "
-            f"{', '.join(refused_kinds)} out, or for {key} set {cure}"
+            f"{', '.join(refused_kinds)} out, or set {cure}"
         )
     if not served_kinds:
         raise ConfigError(
@@ -192,8 +195,8 @@ def fetch_model(model: HubModel, key: str) -> str:
         reason = f"the repository has no revision {model.revision!r}"
     except errors.LocalEntryNotFoundError:
         reason = (
-            "the hub cannot be reached, and the model is not in the local cache; download it where you "
-            f"have a network (hf download {model.name}), or use a directory"
+            "the hub cannot be reached, and the model is not in the local cache; download it on a "
+            f"machine with network access (hf download {model.name}), or use a directory"
         )
     except Exception as error:  # any fault of the network, the disk or the cache
         reason = f"it cannot be downloaded from the hub ({one_line(error)})"
@@ -282,7 +285,7 @@ def _check_width(path: Path, model_settings: dict[str, Any]) -> None:
     if widths and not any(value in widths for value in sizes.values() if isinstance(value, int)):
         hidden_size = sizes.get("hidden_size", sizes.get("text_config.hidden_size", "another size"))
         raise ConfigError(
-            f"{path}: config.json says hidden_size {hidden_size}, and the embedding in the weights is "
+            f"{path}: config.json says hidden_size {hidden_size}, but the embedding in the weights is "
             f"{vocabulary} × {min(widths)}: they belong to different models; download or save the model again"
         )
 

@@ -173,7 +173,7 @@ class NodeAssignment:
         if stays_with_launcher(process):
             nodes = [node for node in nodes if node.id == self._launcher_node]
             where_text = "the launcher's machine"
-            advice = "start asyncrl on another one"
+            advice = "start asyncrl on another machine"
         else:
             where_text = "one machine"
             advice = "change trainer.ranks, or servers or tp of engine and scorers"
@@ -200,7 +200,7 @@ class NodeAssignment:
         demand_text = ", ".join(f"{role} {count:g}" for role, count in gpus_by_role.items() if count)
         left_text = ", ".join(f"{node.address} {self._gpus_left(node):g} of {node.gpus:g}" for node in nodes)
         return (
-            f"{process.name} needs {wanted_gpus:g} GPU(s) of {where_text}, but only these are left: "
+            f"{process.name} needs {wanted_gpus:g} GPU(s) on {where_text}, but only these are left: "
             f"{left_text} "
             f"(the run needs {total_gpus:g}: {demand_text}); {advice}, or model.device=cpu"
         )

@@ -143,8 +143,8 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
     data_sources = {sample.data_source for sample in run_data.train} if sources_matter else set()
     if untaught_sources := sorted(source for source in data_sources if not config.reader(source)):
         raise ConfigError(
-            f"scorers: no teacher has the data source {untaught_sources[0]} among its sources, so its turns "
-            "would not be trained; add it there, or add a teacher without sources"
+            f"scorers: no teacher has the data source {untaught_sources[0]} among its sources, so turns "
+            "from this source would not be trained; add it to a teacher, or add a teacher without sources"
         )
 
     held_out_text = f", {len(run_data.test)} held out" if run_data.test is not None else ""
@@ -188,8 +188,8 @@ def check_plugins(inputs: Inputs) -> Iterator[Note]:
         engine_factory = engines.load(config.engine.name)
         if config.shifts and isinstance(engine_factory, type) and not hasattr(engine_factory, "sleep"):
             raise ConfigError(
-                f"engine.name: {config.engine.name} cannot sleep, which engine.colocated needs; add sleep "
-                "and asleep, or set engine.colocated=0"
+                f"engine.name: {config.engine.name} cannot sleep, which engine.colocated needs; implement "
+                "its methods sleep and asleep, or set engine.colocated=0"
             )
 
     yield ok(f"tools: {', '.join(parts.toolbox.tools) or 'none'}; parser {config.rollout.parser}")
@@ -277,9 +277,9 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
         )
 
     truth = sample.ground_truth
-    answers = [("empty text", "")]
+    answers = [("an empty text", "")]
     if truth is not None:
-        answers.insert(0, ("its ground truth", truth if isinstance(truth, str) else sample.ground_truth_json))
+        answers.insert(0, ("the ground truth", truth if isinstance(truth, str) else sample.ground_truth_json))
 
     if task_of(sample):  # Rewards of tasks judge changed files, not answers
         answers = []
@@ -368,7 +368,7 @@ def check_device(inputs: Inputs) -> Iterator[Note]:
         yield warning(
             f"servers share GPUs {', '.join(map(str, shared_gpus))} with other processes, but each would "
             f"take 0.85 of the memory; set engine.server_args="
-            "{mem-fraction-static: 0.4} or less, or start fewer"
+            "{mem-fraction-static: 0.4} or less, or start fewer servers"
         )
 
     yield ok(f"model.device={config.model.device}, {config.model.dtype}")
@@ -424,7 +424,7 @@ def check_checkpoint_directory(inputs: Inputs) -> Iterator[Note]:
     elif config.checkpoint.directory and checkpoints.steps():
         raise ConfigError(
             f"checkpoint.directory: {checkpoints.root} holds checkpoints of a run with this name, but "
-            f"{run_dir} does not have this run; choose another name=…, or restore that directory"
+            f"{run_dir} does not contain that run; choose another name=…, or restore that directory"
         )
 
     yield ok(config.checkpoint.directory or "in the run directory")
@@ -494,18 +494,19 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
     if is_training and slot_count > live_episodes:
         batches_ahead = config.buffer.max_live_groups / config.buffer.groups_per_batch - 1
         yield warning(
-            f"at most {live_episodes} episodes run at once: (1 + {batches_ahead:g}, by target_staleness) * "
-            f"groups_per_batch * episodes_per_group: {slot_count - live_episodes} of {slot_count} slots "
-            "(rollout.workers * rollout.slots) stay empty"
+            f"at most {live_episodes} episodes run at once, so {slot_count - live_episodes} of {slot_count} "
+            "slots (rollout.workers * rollout.slots) stay empty: the limit is one batch "
+            f"(groups_per_batch * episodes_per_group episodes), and {batches_ahead:g} times as many ahead of "
+            "it (target_staleness)"
         )
 
     longest_episode = rollout.rows * rollout.max_tokens
     token_budget = config.trainer.micro_batch_tokens
     if is_training and longest_episode > token_budget:
         yield warning(
-            f"an episode may have {longest_episode} tokens (rollout.max_tokens, times max_rows), more than "
-            f"trainer.micro_batch_tokens ({token_budget}): such an episode is a micro-batch by itself and "
-            "needs that memory"
+            f"an episode may have {longest_episode} tokens (rollout.max_tokens times rollout.max_rows), "
+            f"more than trainer.micro_batch_tokens ({token_budget}): such an episode forms a micro-batch by "
+            "itself, which needs more memory"
         )
 
     if has_gpu is False and engine.remote and not (engine.urls or engine.server_command):
@@ -516,8 +517,9 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
 
     if is_training and not config.checkpoint.every and config.total_steps > CheckpointConfig().every:
         yield warning(
-            "checkpoint.every=0: until the checkpoint at the end, or at a 1,000th step, all turns stay on "
-            "the disk, what is known of them in memory, and a crash costs all steps since"
+            "checkpoint.every=0: checkpoints are written only at every 1,000th step and at the end; until "
+            "then, all turns stay on disk and their records in memory, and a crash loses all steps since "
+            "the last checkpoint"
         )
 
     if has_gpu is False and config.trainer.offload_optimizer:
@@ -527,8 +529,8 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
     detected_parser = detect(chat_template(config)) if writes_calls else None
     if detected_parser not in (None, parser):
         yield warning(
-            f"rollout.parser is {parser}, but the model's chat template looks like {detected_parser}: calls "
-            f"would be treated as text; set rollout.parser={detected_parser}"
+            f"rollout.parser is {parser}, but the model's chat template looks like {detected_parser}: tool "
+            f"calls would be treated as text; set rollout.parser={detected_parser}"
         )
 
     # Without data, the check of the data has failed.
@@ -536,9 +538,8 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
     if is_unsure and not shown_calls(inputs.parts, inputs.run_data.train[0].prompt):
         yield warning(
             f"rollout.parser is {parser}, and the chat template does not show how the model writes calls: "
-            f"calls in another format would be treated as text; others are {', '.join(parsers.names())}, or "
-            "your "
-            "own (docs/guides/chat.md)"
+            "calls in another format would be treated as text; other parsers are "
+            f"{', '.join(parsers.names())}, or your own (docs/guides/chat.md)"
         )
 
     if is_training:
@@ -630,9 +631,9 @@ def estimate(inputs: Inputs) -> Iterator[Note]:
         is_tested = isinstance(agent, Command) and agent.harness.tested
         if config.rollout.agent and not config.rollout.untrained_agents and not is_tested:
             yield ok(
-                "agent: all requests are trained with the episode's reward, including side requests "
-                "(titles, commit messages), unless rollout.untrained_agents lists them; rollout/rows/mean "
-                "above 1 means more than one conversation per episode"
+                "agent: the model is trained on all requests with the episode's reward, including side "
+                "requests (titles, commit messages), unless rollout.untrained_agents lists them; "
+                "rollout/rows/mean above 1 means more than one conversation per episode"
             )
         yield from map(ok, estimates.describe_costs(config, has_gpu))
         yield from memory.describe_memory(config, has_gpu)

@@ -48,7 +48,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--incarnation", required=True)
     parser.add_argument("--rendezvous", default="")
-    parser.add_argument("--target", default="", help="module:function to run instead of the role's own")
+    parser.add_argument(
+        "--target", default="", help="module:function to run instead of the role's own function"
+    )
     arguments = parser.parse_args(argv)
 
     os.environ.pop("PYTHONSAFEPATH", None)  # for this process alone

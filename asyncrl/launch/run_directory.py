@@ -69,7 +69,7 @@ def check_run_directory(config: RunConfig) -> None:
 
     if "/" in config.name or config.name in (".", "..") or not config.name.isprintable():
         raise ConfigError(
-            f"name: {config.name!r} is not a valid directory name; choose a name without '/' and line breaks"
+            f"name: {config.name!r} is not a valid directory name; choose a name without '/' or line breaks"
         )
     if len(os.fsencode(config.name)) > MAX_NAME_BYTES:
         raise ConfigError(

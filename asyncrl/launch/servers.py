@@ -31,9 +31,9 @@ def check_servers(config: RunConfig) -> None:
     uses_group = engine.remote and config.weights.transport != "disk"
     if uses_group and is_loopback(config.launch.host) and remote_urls:
         raise ConfigError(
-            f"launch.host: {config.launch.host} cannot be reached by {remote_urls[0]}, which "
-            f"weights.transport={config.weights.transport} needs; set launch.host to this machine's address "
-            "in the servers' network"
+            f"launch.host: {config.launch.host} cannot be reached from {remote_urls[0]}, as "
+            f"weights.transport={config.weights.transport} requires; set launch.host to this machine's "
+            "address in the servers' network"
         )
 
     if engine.remote and not engine.urls:
@@ -55,7 +55,7 @@ def check_servers(config: RunConfig) -> None:
         if not engine.server_command and importlib.util.find_spec("sglang") is None:
             raise ConfigError(
                 "the engine or the scorers need sglang, which is not installed here: for GPUs run pip "
-                "install '.[sglang]' -c constraints-sglang.txt in a checkout, or name a program of another "
+                "install '.[sglang]' -c constraints-sglang.txt in a checkout, or name a program from another "
                 "environment in engine.server_command, or attach to servers with engine.urls=[…], "
                 "scorers.NAME.urls=[…]; on a CPU, run make sglang-cpu in a checkout, then set "
                 "engine=sglang_cpu"

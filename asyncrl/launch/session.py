@@ -46,7 +46,7 @@ TOKEN_BYTES = 4096  # Bytes that a FIFO takes at once.
 WITH_CHECKPOINT = " after the current part of the plan, with a checkpoint"
 RESUME_ADVICE = {
     True: "resume=auto continues from the last checkpoint",
-    False: "the same command continues with the rest",
+    False: "run the same command to continue",
 }
 
 
@@ -259,7 +259,9 @@ class Session:
                 return None
             log_file = log_path(self._run_dir, f"{COORDINATOR}-0")
             limit_text = f"{self._config.start_timeout:g} s (launch.start_timeout)"
-            waited_text = f"no status from the coordinator after {silent_seconds:.0f} s, limit {limit_text}"
+            waited_text = (
+                f"no status from the coordinator after {silent_seconds:.0f} s; the limit is {limit_text}"
+            )
             return RunOutcome(FAILED, f"{waited_text}\n{log_file}:\n{log_tail(log_file)}")
 
         if (silent_seconds := now - self._last_message_at) > self._config.stall_timeout:

@@ -54,10 +54,11 @@ def describe_truths(rewards: Iterable[Reward], samples: Sequence[Sample]) -> tup
             fault = f"{reward_key}: no answer can match {count_text}"
             advice = "write these ground truths as text, numbers, or lists of them"
             if reward.numbers and not as_python_writes_bytes(unmatched_truths[0]):
-                fault = f"{reward_key} compares numbers, and {count_text} are not numbers"
+                fault = f"{reward_key} compares numbers, but {count_text} are not numbers"
                 advice = "set rollout.reward, e.g. to exact"
             warnings.append(
-                f"{fault}, such as {_shorten(unmatched_truths[0])}: their answers score nothing; {advice}"
+                f"{fault}, such as {_shorten(unmatched_truths[0])}: answers to these samples score "
+                f"nothing; {advice}"
             )
     return lines, warnings
 

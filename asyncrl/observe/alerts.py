@@ -439,7 +439,7 @@ def _find_gap(evidence: Evidence) -> Finding | None:
     now = mean(evidence.last_steps, name)
     if before is None or now is None or now < max(LARGE_GAP, GAP_GROWTH * before):
         return None
-    return Finding(f"trainer and engine differ by {now:.3g} nats per token, {before:.3g} at the start")
+    return Finding(f"trainer and engine differ by {now:.3g} nats per token ({before:.3g} at the start)")
 
 
 def _find_skipped(evidence: Evidence) -> Finding | None:
@@ -459,7 +459,9 @@ def _find_masked(evidence: Evidence) -> Finding | None:
     )
     description = f"{share:.0%} of the tokens in episodes of {length} or more tokens were too old to train on"
 
-    return Finding(f"{description}, {masked_share:.1%} of all tokens") if share >= MASKED_TAIL_SHARE else None
+    return (
+        Finding(f"{description} ({masked_share:.1%} of all tokens)") if share >= MASKED_TAIL_SHARE else None
+    )
 
 
 def _find_scores_beyond(evidence: Evidence) -> Finding | None:

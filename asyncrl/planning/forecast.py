@@ -160,8 +160,8 @@ def fit(
     base, slope, assumed = fit_engine(loads)
     shift_s = sum(_mean(rows, name) for name in ("shift/sleep_s", "timing_s/wake", "shift/wake_s"))
     shift_source = (
-        f"{state_bytes / 1e9:.3g} GB of weights and optimizer both ways at {MOVE_BYTES_PER_SECOND / 1e9:g} "
-        "GB/s per rank"
+        f"{state_bytes / 1e9:.3g} GB of weights and optimizer state both ways at "
+        f"{MOVE_BYTES_PER_SECOND / 1e9:g} GB/s per rank"
     )
 
     return Rates(
@@ -175,7 +175,7 @@ def fit(
         group_tokens=_mean(rows, "perf/computed_tokens") / trajectories * config.buffer.episodes_per_group,
         filtered=_mean(rows, "rollout/discarded_group_frac"),
         shift_s=shift_s or publish_s + 2 * state_bytes / config.trainer.ranks / MOVE_BYTES_PER_SECOND,
-        shift_source="measured" if shift_s else f"not measured: a push, and {shift_source}",
+        shift_source="measured" if shift_s else f"not measured: a push plus {shift_source}",
     )
 
 

@@ -72,10 +72,10 @@ class Liveness:
     def stall_reason(self, now: float) -> str:
         """Say why the run counts as stalled; '' for a run that has not."""
         if now - self.alive_at > self._silence_limit:
-            limit = f"{self._silence_limit:g} s (launch.stall_timeout, and the longest silent wait)"
+            limit = f"{self._silence_limit:g} s (launch.stall_timeout plus the longest silent wait)"
             return f"no sign of life for {limit}"
         if now - self.progress_at > self._progress_limit:
-            limit = f"{self._progress_limit:g} s (all deadlines of one)"
+            limit = f"{self._progress_limit:g} s (the sum of the deadlines of an episode)"
             return f"no episode has ended, and nothing has been trained, for {limit}"
         return ""
 

@@ -180,7 +180,9 @@ class Mirror:
                     give_up_at = time.monotonic() + BARREN_SECONDS + 3 * STALL_SECONDS
 
                 if time.monotonic() > give_up_at:
-                    raise DeadlineError("another process of this machine is fetching, without progress")
+                    raise DeadlineError(
+                        "another process on this machine is fetching the file but makes no progress"
+                    )
                 time.sleep(0.02)
             else:
                 raise DeadlineError(ENDING)

@@ -231,7 +231,9 @@ class ServerSupervisor:
                 unanswered += 1
                 self._healthy = False
                 if unanswered >= MAX_UNANSWERED:
-                    raise EngineError(f"{self.name}: no answer {unanswered} times: {error}") from error
+                    raise EngineError(
+                        f"{self.name}: no answer after {unanswered} attempts: {error}"
+                    ) from error
 
     async def _load_versions(self, versions: ServerVersions) -> NoReturn:
         """Load offered versions for ever, and report each load."""
@@ -257,7 +259,7 @@ class ServerSupervisor:
                 case Welcome():
                     self._contact.welcomed = True
                 case Prefetch() | LoadWeights() | Sleep():
-                    assert self._versions is not None, "a scorer is sent none"
+                    assert self._versions is not None, "a scorer is sent no versions"
                     self._versions.take_message(message)
                 case Stop():
                     self._end_run(message.reason)

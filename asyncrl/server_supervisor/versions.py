@@ -164,8 +164,8 @@ class ServerVersions:
         expected_label = server.loaded.label if server.loaded is not None else server_label
         if loaded_before == self._loaded_count and not server.broken and server_label != expected_label:
             raise WeightsError(
-                f"engine {self._index}: its server holds {server_label!r} and not {expected_label!r}: "
-                "it was restarted, or another program loads weights into it"
+                f"engine {self._index}: its server holds {server_label!r} instead of "
+                f"{expected_label!r}: the server was restarted, or another program loads weights into it"
             )
 
         return not server.broken

@@ -188,7 +188,7 @@ def _clauses(conditions: Sequence[tuple[str, Operator, Any]]) -> list[Clause]:
 
 def _comparable_value(value: Any) -> Value:
     if isinstance(value, tuple) or (isinstance(value, int) and abs(value) >= 1 << 63):
-        raise ConfigError(f"episodes: where: nothing compares with {value}; use a smaller number or a text")
+        raise ConfigError(f"episodes: where: cannot compare with {value}; use a smaller number or a string")
     comparable: Value = value
     return comparable
 

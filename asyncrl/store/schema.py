@@ -95,7 +95,7 @@ def store_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the kind of error
         is_full = code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
         advice = (
-            "free disk space" if is_full else "end the process that locks it (lsof run.db), or let it finish"
+            "free disk space" if is_full else "stop the process that locks it (lsof run.db), or let it finish"
         )
         will_pass = code in PASSING_CODES
 

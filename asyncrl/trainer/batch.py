@@ -238,7 +238,7 @@ def with_turns(
     match."""
     frame_count = sum(trajectory.frames for trajectory in planned)
     if frame_count != len(frames):
-        raise ProtocolError(f"plan names {frame_count} turns, {len(frames)} came")
+        raise ProtocolError(f"the plan names {frame_count} turns, but {len(frames)} arrived")
 
     turns = map(_turn_decoder.decode, frames)
     return [

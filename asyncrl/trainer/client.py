@@ -156,7 +156,7 @@ class CoordinatorClient:
         hit the timeout of collectives."""
         if self._world.rank != 0:
             encoded_answer = self._await_ranks(
-                f"rank 0, which waits for {wait_name}", self._broadcast.next_word, is_patient
+                f"rank 0, which is waiting for {wait_name}", self._broadcast.next_word, is_patient
             )
             return msgspec.msgpack.decode(encoded_answer, type=trainer.WorkPlan | trainer.Committed)
 

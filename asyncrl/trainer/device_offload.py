@@ -135,7 +135,7 @@ class PageLockedMemory:
         if needed_bytes > free_bytes:
             raise MemoryError(
                 f"the ranks here need {needed_bytes / 1e9:.2f} GB more main memory, "
-                f"{free_bytes / 1e9:.2f} GB are free"
+                f"but only {free_bytes / 1e9:.2f} GB are free"
             )
 
         if missing_bytes:
@@ -154,7 +154,7 @@ def unlinked_file(directory: Path, size: int) -> Tensor:
             file_path = f"/proc/self/fd/{file.fileno()}"
             return torch.from_file(file_path, shared=True, size=size, dtype=torch.uint8)
     except OSError as error:
-        log.warning("offloaded to main memory itself: %s", one_line(error))
+        log.warning("offloaded to main memory, because a file cannot be used: %s", one_line(error))
         return torch.empty(size, dtype=torch.uint8)
 
 

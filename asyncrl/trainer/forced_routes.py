@@ -91,7 +91,8 @@ class _ForcedTopK(TorchFunctionMode):
         if selection[1].shape != self._experts.shape:
             raise ConfigError(
                 f"trainer.router_replay: a router's selection has the shape {tuple(selection[1].shape)}, "
-                f"the recorded one {tuple(self._experts.shape)}; set trainer.router_replay=false"
+                f"but the recorded selection has {tuple(self._experts.shape)}; set "
+                "trainer.router_replay=false"
             )
 
         chosen_experts = torch.where(self._experts == UNKNOWN_EXPERT, selection[1], self._experts)

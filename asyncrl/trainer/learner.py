@@ -239,7 +239,7 @@ class Learner:
         if metrics.get("trainer/replayed_share") == 0:
             logger.warning(
                 "trainer.router_replay: the servers returned no routed experts that fit the model, so none "
-                "were replayed; start them (engine.urls) with the model of model.path"
+                "were replayed; start the servers (engine.urls) with model.path"
             )
 
         if self.config.trainer.compile:

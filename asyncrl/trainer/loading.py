@@ -84,8 +84,8 @@ def read_model(role: ModelRole, path: str, dtype: str, world: World, key: str) -
             untied_names = model.all_tied_weights_keys.keys() - filled_model.all_tied_weights_keys.keys()
             if untied_names:
                 raise ValueError(
-                    f"config.json ties {', '.join(sorted(untied_names))} to another tensor, and the files "
-                    "hold other values for it; set tie_word_embeddings=false there"
+                    f"config.json ties {', '.join(sorted(untied_names))} to another tensor, but the files "
+                    "hold different values; set tie_word_embeddings=false in config.json"
                 )
 
     return WeightsSource(
@@ -146,7 +146,7 @@ def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offl
     wider_dtypes = sorted(file_dtypes & {"F64", "F32", "F16"})
     if world.rank == 0 and frozen and wider_dtypes and source.dtype == "bfloat16":
         logger.info(
-            "%s: has tensors in %s; frozen weights are rounded to bfloat16, in which forwards compute",
+            "%s: has tensors in %s; frozen weights are rounded to bfloat16 for the forward passes",
             source.error_label,
             ", ".join(wider_dtypes),
         )

@@ -357,7 +357,8 @@ def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference
         reference.vocabulary > policy.vocabulary and config.kl.diverges and not config.kl.top_k
     ):
         advice = (
-            "set kl.top_k if its vocabulary is only padded further, else use one with the policy's tokenizer"
+            "set kl.top_k if the reference's vocabulary is only padded further, else use a reference with "
+            "the policy's tokenizer"
         )
         if is_smaller:
             advice = (
@@ -367,7 +368,7 @@ def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference
 
         raise ConfigError(
             f"kl.reference: {path} has a vocabulary of {reference.vocabulary}, "
-            f"the policy of {policy.vocabulary}; {advice}"
+            f"but the policy has {policy.vocabulary}; {advice}"
         )
 
     return Reference(reference)

@@ -276,7 +276,7 @@ class TrainerRank:
         if not self.is_first:
             return self.client.heartbeat_message()
         newest = self.checkpointing.newest_manifest
-        assert newest is not None, "there is none"
+        assert newest is not None, "no checkpoint has been written"
         return trainer.Checkpointed(
             self.trainer_epoch, newest.step, newest.trained_total, self.device_offload.is_offloaded
         )

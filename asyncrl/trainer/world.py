@@ -195,7 +195,7 @@ class World:
         if differing_ranks:
             raise ProtocolError(
                 "trainer ranks that share a micro-batch were given different ones: "
-                f"{len(differing_ranks)} of {self.size} ranks, first rank {differing_ranks[0]}"
+                f"{len(differing_ranks)} of {self.size} ranks differ; the first is rank {differing_ranks[0]}"
             )
 
     def _gather_bytes(self, own_bytes: bytes) -> list[bytearray]:
@@ -204,8 +204,9 @@ class World:
         longest = max(lengths)
         if longest > MAX_BYTES:
             raise ProtocolError(
-                f"trainer ranks exchange values of {lengths} bytes, at most {MAX_BYTES} each: the batch is "
-                "too large for what its recipe compares across ranks; use a smaller batch or more ranks"
+                f"trainer ranks exchange values of {lengths} bytes, but the limit is {MAX_BYTES}: the "
+                "batch is too large for what its recipe compares across ranks; use a smaller batch or more "
+                "ranks"
             )
 
         gathered = [bytearray() for _ in lengths]
@@ -363,7 +364,7 @@ def _wait_for_nccl(init_nccl: Callable[[], None], device: torch.device, limit: f
 
     deadline = time.monotonic() + limit
     while not nccl_future.done():
-        yield f"trainer ranks connect their GPUs by NCCL (this one: {device})"
+        yield f"trainer ranks connect their GPUs with NCCL (this rank: {device})"
 
         if time.monotonic() > deadline:
             raise DeadlineError(

@@ -98,7 +98,7 @@ def compare(runs: Sequence[Path], steps: Sequence[int | None]) -> dict[str, Any]
 
     question_count = len(first_answers.keys() | second_answers.keys())
     if unshared_count := question_count - sum(map(len, shared_pairs.values())):
-        warnings.append(f"{unshared_count} questions are not the same in both and are left out")
+        warnings.append(f"{unshared_count} questions are not the same in both validations and are left out")
 
     warnings += [
         f"{side.failed_episodes} episodes of step {side.step} failed or did not finish in time, "

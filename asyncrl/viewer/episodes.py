@@ -127,7 +127,9 @@ def transcript(
             token_values |= {
                 name: token_tensor.tolist() for name, token_tensor in named_parts if token_tensor is not None
             }
-            no_advantage = "" if "advantages" in token_values else "it needs values computed by models"
+            no_advantage = (
+                "" if "advantages" in token_values else "they depend on values that a model computes"
+            )
         except (AsyncrlError, ValueError) as error:
             no_advantage = one_line(error)
 

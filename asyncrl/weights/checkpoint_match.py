@@ -44,10 +44,10 @@ NAMES_SHOWN = 3
 
 # Parts of names that wrappers of a model add, and what to save instead.
 WRAPPERS = {
-    "_orig_mod.": "it was saved from a model of torch.compile; save model._orig_mod",
+    "_orig_mod.": "it was saved from a model compiled with torch.compile; save model._orig_mod",
     "_fsdp_wrapped_module.": "it was saved from inside FSDP; save its full state dict",
     "_checkpoint_wrapped_module.": "it was saved inside activation checkpointing; save the plain model",
-    "base_model.model.": "it was saved from a model of PEFT; save model.merge_and_unload()",
+    "base_model.model.": "it was saved from a PEFT model; save model.merge_and_unload()",
     "base_layer.": "it was saved with adapters that are not merged; save model.merge_and_unload()",
     "module.": "it was saved from a wrapper, such as DistributedDataParallel; save model.module",
 }
@@ -93,7 +93,7 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
 
         if self.mismatched:
             return (
-                f"{'; '.join(self.mismatched[:NAMES_SHOWN])}: config.json and the files are of different "
+                f"{'; '.join(self.mismatched[:NAMES_SHOWN])}: config.json and the files belong to different "
                 "models; correct config.json, or download the model again"
             )
 
@@ -135,8 +135,8 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
             for file_name in self.unexpected:
                 if file_name != name and (file_name.endswith(f".{name}") or name.endswith(f".{file_name}")):
                     return (
-                        f"names in the files have another prefix: {file_name} instead of {name}; save the "
-                        "model with save_pretrained(...)"
+                        f"names in the files have a different prefix: {file_name} instead of {name}; save "
+                        "the model with save_pretrained(...)"
                     )
 
         if all(map(_HEAD.match, self.missing)) and "Classification" in self.model_class:
@@ -285,7 +285,7 @@ def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTe
             frozen_parts(model)  # raises if its text part is unknown
     except Exception as error:
         reason, _, _ = one_line(error).partition(" Model type should be one of")
-        text = f"{label}: transformers cannot build its model ({reason})"
+        text = f"{label}: transformers cannot build the model ({reason})"
         advice = "correct config.json, or install a version of transformers that supports it"
         raise UnknownModelError(f"{text}; {advice}") from error
 
@@ -366,7 +366,7 @@ def _describe_undeclared_quantization(
     for name, tensor in sorted(tensors.items()):
         expected = state.get(renamed[name])
         if expected is not None and expected.is_floating_point() and tensor.dtype not in FLOAT_DTYPES:
-            yield f"{name} is {tensor.dtype} in the files, and config.json has no quantization_config"
+            yield f"{name} is {tensor.dtype} in the files, but config.json has no quantization_config"
 
 
 def _draft_tensors(names: Iterable[str], model_names: Iterable[str]) -> set[str]:

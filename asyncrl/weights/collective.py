@@ -135,7 +135,7 @@ class Sender:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             except OSError as error:  # closed, or out of file descriptors, or a supervisor has left already
                 if not self._closing_event.is_set():
-                    log.warning("weights: cannot accept a supervisor, retrying soon: %s", one_line(error))
+                    log.warning("weights: cannot accept a supervisor; retrying soon: %s", one_line(error))
 
                 self._closing_event.wait(RETRY_SECONDS)
                 continue
@@ -180,7 +180,7 @@ class EngineConnection:
         except EOFError:
             log.debug("%s needs no more weights from here", self._engine)
         except Exception as error:  # an error of the supervisor or the network: other pushes go on
-            log.warning("push to %s ended: %s", self._engine, one_line(error))
+            log.warning("push to %s failed: %s", self._engine, one_line(error))
             self._send_refusal(one_line(error), isinstance(error, Postponed))
         finally:
             self._sender.connections.discard(self)
@@ -197,7 +197,7 @@ class EngineConnection:
         # Waits for the version before the lock, so that other engines can be served meanwhile.
         self._sender.latest_snapshot(request.version, messages.seconds_left(deadline))
         if not self._sender.push_lock.acquire(timeout=messages.seconds_left(deadline)):
-            raise DeadlineError("other engines were served until the deadline")
+            raise DeadlineError("the deadline passed while other engines were being served")
 
         try:
             snapshot = self._sender.latest_snapshot(request.version, 0)
@@ -209,7 +209,7 @@ class EngineConnection:
 
         offered_label = snapshot.version.label if snapshot else "nothing"
         self._send_refusal(
-            f"the sender has {offered_label}", snapshot is not None and snapshot.version > request.version
+            f"the sender offers {offered_label}", snapshot is not None and snapshot.version > request.version
         )
 
     def _push_snapshot(self, snapshot: Snapshot, request: messages.VersionRequest, deadline: float) -> None:

@@ -101,7 +101,7 @@ def receive_question(connection: socket.socket, kind: type[T], deadline: float) 
     size = _checked_size(_read_exactly(connection, _LENGTH.size, deadline), MAX_QUESTION_BYTES)
     question = _decode_message(_read_exactly(connection, size, deadline), _question_decoder)
     if not isinstance(question, kind):
-        raise ProtocolError(f"weights: a {type(question).__name__} instead of a {kind.__name__}")
+        raise ProtocolError(f"weights: got {type(question).__name__}, expected {kind.__name__}")
     return question
 
 

@@ -147,7 +147,9 @@ def lineage_of(ref: WeightsRef) -> Iterator[tuple[WeightsRef, Manifest]]:
         base_ref = ref_to(Path(ref.path).parent, delta.version)
         manifest = read_manifest(base_ref)
         if base_ref.version >= ref.version or manifest.checksum != delta.checksum:
-            raise WeightsError(f"weights {ref.path}: {base_ref.path} is not the version that it builds upon")
+            raise WeightsError(
+                f"weights {ref.path}: {base_ref.path} is not the version that this one builds upon"
+            )
         yield base_ref, manifest
         ref = base_ref
 
@@ -279,7 +281,7 @@ def weights_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: 
         return shared_directory
 
     if setting == "shm":
-        problem = f"{SHARED_MEMORY} has {free_bytes} bytes free and the weights need {needed_bytes}"
+        problem = f"{SHARED_MEMORY} has {free_bytes} bytes free, but the weights need {needed_bytes}"
         raise ConfigError(f"{problem}; set weights.directory=run")
 
     return on_disk

@@ -119,7 +119,7 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
         data_ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
         expected_size = 8 + header_length + max(data_ends, default=0)
         if size != expected_size:
-            raise ValueError(f"it has {size:,} bytes, and its header describes {expected_size:,}")
+            raise ValueError(f"it has {size:,} bytes, but its header describes {expected_size:,}")
         return header, 8 + header_length
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(

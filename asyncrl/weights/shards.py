@@ -158,7 +158,7 @@ class HostShards:
             try:
                 self._send_ask(Ask(), max(0.001, deadline - time.monotonic()))
             except RuntimeError as error:
-                log.info("a rank was gone before its thread was ended: %s", error)
+                log.info("a rank was gone before its thread was stopped: %s", error)
             finally:
                 self._collect_lock.release()
 

@@ -142,7 +142,7 @@ class Buffers:
             target.copy_(tensor.reshape(-1), non_blocking=True)
             start += size
 
-        assert start == self._size, "other tensors than the buffers are for"
+        assert start == self._size, "the tensors are not those that the buffers were made for"
         if self._page_locked:
             # Copies from a GPU are only enqueued, in front of the next change of the weights on the stream.
             # This has not been run, for lack of a GPU.
@@ -161,11 +161,13 @@ class Buffers:
         `claim_buffer`."""
         with self._changed:
             if not wait_seconds and not self._changed.wait_for(lambda: not self._claiming, CLAIM_SECONDS):
-                raise Superseded("ranks have not agreed on what to write next: nothing may be read so long")
+                raise Superseded(
+                    "ranks have not agreed on what to write next; nothing may be read until they have"
+                )
             if not self._changed.wait_for(
                 lambda: index < len(self._buffers) and self._buffers[index].copied == copied, wait_seconds
             ):
-                raise Superseded(f"copy {copied} of the weights is not in host memory (any more)")
+                raise Superseded(f"copy {copied} of the weights is not, or no longer, in host memory")
             buffer = self._buffers[index]
             buffer.readers += 1
 

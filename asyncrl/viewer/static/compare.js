@@ -117,7 +117,7 @@ function paired(found, names, sides, heads) {
     ...Object.entries(one.components).map(([name, part]) => row(name, part, "part"))]);
   const without = sides.filter((_, at) => !found.validations[at].length).map((run) => names[run]);
   const none = without.length ? `No validation in ${without.join(" and ")}: set data.test to run one.`
-    : "The two have no questions in common.";
+    : "The two runs have no questions in common.";
   const head = ["", "questions", ...heads, "paired difference (95%)", "question by question"];
   return [...found.warnings.map((text) => make("p", { class: "alert" }, text)),
     rows.length ? table(head, rows) : make("p", {}, none)];

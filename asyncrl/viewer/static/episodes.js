@@ -192,7 +192,7 @@ function toolTable(found) {
       one.error ? `${line(one.error, 200)} (×${number(one.errors)})` : "–",
     ];
   });
-  const heading = make("h2", {}, `Tools, of ${isFile ? "the whole run" : "the matching episodes"}`);
+  const heading = make("h2", {}, `Tools in ${isFile ? "the whole run" : "the matching episodes"}`);
   return [heading, table(["tool", "calls", "failed", "", "p50", "p95", "most frequent error"], rows)];
 }
 

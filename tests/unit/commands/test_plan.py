@@ -146,9 +146,11 @@ def test_devices_are_split_or_shared(
     run_dir = str(make_run(tmp_path, "one", 16))
     assert cli.main(["plan", run_dir, "--devices", "1"]) == 0
     text = capsys.readouterr().out
-    assert "not measured: a push, and 0 GB of weights and optimizer both ways at 10 GB/s per rank" in text
+    assert (
+        "not measured: a push plus 0 GB of weights and optimizer state both ways at 10 GB/s per rank" in text
+    )
     assert text.splitlines()[-1].startswith(
-        "use rollout.workers=1 trainer.ranks=1 engine.colocated=1: the only way with these devices"
+        "use rollout.workers=1 trainer.ranks=1 engine.colocated=1: the only option with these devices"
     )
     assert cli.main(["plan", run_dir, "--devices", "2", "--shift", "9"]) == 0
     text = capsys.readouterr().out

@@ -229,8 +229,8 @@ KEPT = {  # what a resumed run keeps, and another value
     "kl.prompt": "Think.",
 }
 ADDRESSES = [  # of the launcher, of a server
-    ("127.0.0.1", "http://10.0.0.5:30000", "launch.host: 127.0.0.1 cannot be reached by http://10.0.0.5"),
-    ("localhost", "http://gpu-7:30000", "launch.host: localhost cannot be reached by http://gpu-7"),
+    ("127.0.0.1", "http://10.0.0.5:30000", "launch.host: 127.0.0.1 cannot be reached from http://10.0.0.5"),
+    ("localhost", "http://gpu-7:30000", "launch.host: localhost cannot be reached from http://gpu-7"),
     ("127.0.0.1", "http://127.0.0.1:9", "engine.urls: "),
     ("127.0.0.1", "http://localhost:9", "engine.urls: "),
     ("localhost", "http://[::1]:9", "engine.urls: "),
@@ -260,7 +260,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "error: tensors": [
         (renamed("^", "_orig_mod."), "model.path .*its files lack .*'_orig_mod.': .*torch.compile"),
         (renamed("^", "module."), "'module.': .*save model.module"),
-        (renamed("^", "policy."), "another prefix: policy.*save_pretrained"),
+        (renamed("^", "policy."), "a different prefix: policy.*save_pretrained"),
         (
             renamed("layers.0.", "layers.0._fsdp_wrapped_module."),
             "'_fsdp_wrapped_module.': .*full state dict",
@@ -268,10 +268,10 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         (renamed("q_proj", "q_proj.base_layer"), "not merged; save model.merge_and_unload"),
         (renamed("q_proj", "query"), r"lack 2 tensors .*the files have 2 tensors .*query\..*instead"),
         (without("layers.0.mlp.up_proj.weight"), "lack 1 tensor .*layers.0.mlp.up_proj.*not downloaded"),
-        (narrower("norm.weight"), "in the files and .* in the model.*of different models"),
+        (narrower("norm.weight"), "in the files and .* in the model.*to different models"),
         (
             eight_bits("up_proj.weight"),
-            "up_proj.weight is F8_E4M3 in the files, and .*no quantization_config",
+            "up_proj.weight is F8_E4M3 in the files, but .*no quantization_config",
         ),
         (added("draft.fc.weight", 999, 999), r"have 1 tensor \(draft.fc.weight\) .*% of their bytes"),
         (
@@ -283,7 +283,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             "critic.path .*layers.0.mlp.*not downloaded",
         ),
         (classifier, "rollout.reward.classifier.path .*no trained head"),
-        (edit(model_type="mistral5", architectures=None), "model.path .*transformers cannot build its model"),
+        (edit(model_type="mistral5", architectures=None), "model.path .*transformers cannot build the model"),
     ],
     "warning: tensors": [
         (
@@ -358,7 +358,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         (rows(4, prompt=None), "sample 0: column prompt is null; set a text"),
         (
             file("by_level.py", "def f(completions, *, level): return [level[0]]", "rollout.reward=:f"),
-            "data.train: rollout.reward .*f needs the column 'level', and the first sample has .*extra_info",
+            "data.train: rollout.reward .*f needs the column 'level', but the first sample has .*extra_info",
         ),
         (
             {"data.train": ["t.jsonl", {"path": "t.jsonl", "weight": 2}]},
@@ -366,7 +366,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
         (data(*4 * [LONG]), "all prompts have more than 284 tokens.*raise rollout.max_tokens"),
         ([data(*4 * [LONG]), FILTERED], "all prompts have more than 284 tokens"),
-        ([data(*FOUR[1:], LONG), FILTERED], "data.train: 3 samples are fewer than one batch"),
+        ([data(*FOUR[1:], LONG), FILTERED], "data.train: 3 samples are too few for one batch"),
         (talks({}, {"content": ""}), "2 conversations have an empty .*and no others are left"),
         *(
             ([UNTRUE, {"rollout.reward": reward}], "sample 0: no ground truth for rollout.reward [a-z]")
@@ -388,7 +388,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             talks(*YES, {"content": " \n"}, {}, TOOL_CALL),
             "2 conversations have an empty .*; left out",
         ),
-        (data(*FOUR, *WORDS), 'final_number compares numbers, and 2 of the first 6 ground .* such as "rain"'),
+        (data(*FOUR, *WORDS), 'final_number compares numbers, but 2 of the first 6 ground .* such as "rain"'),
         (rows(4, agent_name="tool_agent"), "4 samples request the agent loop 'tool_agent'"),
         (rows(4, agent_name="my_loop"), "rollout.agent or rollout.environment"),
         (rows(4, reward_manager="prime"), "reward_manager 'prime', but asyncrl"),
@@ -409,7 +409,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ([large, MEMORY], r"take 1\.6 GB, but only 1\.5 GB are available; .*model\.lora_rank"),
         (
             [large, MEMORY, gpus(1), COLOCATED],
-            r"only 1\.5 GB of main memory, where they are offloaded",
+            r"only 1\.5 GB of main memory, to which they are offloaded",
         ),
     ],
     "error: weights": [
@@ -436,13 +436,13 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "warning: settings": [
         (
             {"rollout.slots": 27} | THREE,
-            r"at most 80 episodes run at once: \(1 \+ 4, by target_staleness\).*1 of 81 slots",
+            r"at most 80 episodes run at once, so 1 of 81 slots .* and 4 times as many",
         ),
         (
             [THREE | {"rollout.slots": 11}, {"buffer.target_staleness": 1}],
-            r"at most 32 .* \(1 \+ 1, by target_staleness\).*1 of 33 slots",
+            r"at most 32 .* 1 of 33 slots .* and 1 times as many",
         ),
-        ({"checkpoint.every": 0, "total_steps": 51}, "checkpoint.every=0.*all turns stay on the disk"),
+        ({"checkpoint.every": 0, "total_steps": 51}, "checkpoint.every=0.*all turns stay on disk"),
         (
             [edit(max_position_embeddings=2048), FORKS, {"rollout.max_rows": 9}],
             "may have 9216 .*tokens .8192",

@@ -191,11 +191,14 @@ def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given:
     given.keys |= {"rollout.reward": "tests", "data.train": str(given.train)}
     assert "data.train: sample 0 is not a task, but rollout.reward judges" in given.notes("data")[-1].text
     given.keys |= {"data.train": str(given.folder / "tasks"), "rollout.tools": []}
-    assert "data.train: nothing can work on its tasks; set rollout.agent" in given.notes("data")[-1].text
+    assert (
+        "data.train: no tool can work on the files of a task; set rollout.agent"
+        in given.notes("data")[-1].text
+    )
     given.keys["rollout.tools"] = ["calculator"]
-    assert "data.train: nothing can work on its tasks" in given.notes("data")[-1].text
+    assert "data.train: no tool can work on the files of a task" in given.notes("data")[-1].text
     given.keys["rollout.tools"] = ["shell", "python"]
-    assert "data.train: 2 of rollout.tools change files; set" in given.notes("data")[-1].text
+    assert "data.train: 2 of rollout.tools change files, but" in given.notes("data")[-1].text
     given.keys["rollout.tools"] = ["shell", "calculator"]
     begin(given.config())
     given.keys["resume"] = "auto"

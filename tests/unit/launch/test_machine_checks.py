@@ -216,9 +216,9 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             [gpus(1), shared_memory(SMALL, 100 * MIB)],
             "weight versions take 524.3 MB; .*directory=run",
         ),
-        ([gpus(2), shared_memory(SMALL, MIB), RANKS], "free, and NCCL wants 1 GB; .*--ipc=host"),
-        ([gpus(2), shared_memory(SMALL, 100 * MIB), RANKS], "524.3 MB, and NCCL wants 1 GB;.*directory=run"),
-        ([gpus(2), shared_memory(SMALL, MIB), TP], "NCCL wants"),
+        ([gpus(2), shared_memory(SMALL, MIB), RANKS], "free, but NCCL needs 1 GB; .*--ipc=host"),
+        ([gpus(2), shared_memory(SMALL, 100 * MIB), RANKS], "524.3 MB, and NCCL needs 1 GB;.*directory=run"),
+        ([gpus(2), shared_memory(SMALL, MIB), TP], "NCCL needs"),
     ],
     "ok: /dev/shm": [
         ([gpus(0), shared_memory(SMALL, MIB)], "67.1 MB"),  # the demo
@@ -226,7 +226,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ([gpus(0), shared_memory(SMALL, MIB), RANKS], "67.1 MB"),  # ranks on a CPU
         (
             [gpus(8), shared_memory(64 << 30, 20 << 30), RANKS],
-            "68.7 GB free, and the weight versions .*take 107.4 GB",
+            "68.7 GB free, but the weight versions .*take 107.4 GB",
         ),
     ],
     "error: network": [
@@ -272,7 +272,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "ok: estimate": [
         (
             {"rollout.agent": {"command": {"line": "cat"}}},
-            "agent: all requests are trained .* unless rollout.untrained_agents lists them",
+            "agent: the model is trained on all requests .* unless rollout.untrained_agents lists them",
         ),
     ],
     "warning: agent": [
@@ -293,12 +293,12 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ({"rollout.agent": {"codex": {"program": "/no/codex"}}}, "no such program: '/no/codex'; install"),
         (
             claude("echo no loader >&2; exit 1"),
-            "in the sandbox: claude exited with code 1: no loader; give its path",
+            "in the sandbox: claude ended with code 1: no loader; set `program` to its path",
         ),
         (claude("exec sleep 100", 0.2), "cannot be run in the sandbox: no answer in time"),
         (
             claude("exit 3", sandbox="none"),
-            "here: claude exited with code 3: no .* its path as program$",
+            "here: claude ended with code 3: no .* set `program` to its path$",
         ),
     ],
     "error: plug-ins": [

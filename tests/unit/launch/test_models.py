@@ -277,7 +277,8 @@ def test_servers_get_adapters_on_demand_and_where_they_know_all_layers(
     assert resolved(name="torch").adapters_apart
     if not served:
         with pytest.raises(
-            ConfigError, match=r"weights\.adapters: SGLang supports adapters for no .*set it to false"
+            ConfigError,
+            match=r"weights\.adapters: SGLang supports adapters for no .*set weights.adapters=false",
         ):
             resolved(True, name="sglang")
         return

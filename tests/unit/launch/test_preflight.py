@@ -87,7 +87,7 @@ def test_what_a_killed_launcher_left_on_shared_memory_counts_as_room(
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=30))
     write_header(given.model / "model.safetensors", weight=[2])  # 8 bytes of float32
     insisting = given.config(weights={"directory": "shm"})
-    with pytest.raises(ConfigError, match="30 bytes free and the weights need 40"):
+    with pytest.raises(ConfigError, match="30 bytes free, but the weights need 40"):
         list(preflight.check_weights_directory(Inputs(insisting)))
     version = preflight.outside_weights(insisting)[0] / "e0001-v00000001"
     version.mkdir(parents=True)
@@ -164,7 +164,7 @@ def test_a_sample_goes_through_each_tool_and_the_reward(given: Given) -> None:
     call = '{"city":"1","days":1,"kind":"rain"}'
     assert weather == ok(f"weather({call}) replies 'rain in 1 for 1'")
     assert broken.level == "warning" and "OSError: no network" in broken.text
-    assert right == ok("its ground truth as the answer scores 0.25")
+    assert right == ok("the ground truth as the answer scores 0.25")
     assert nothing.level == "warning" and "division by zero" in nothing.text and "own.py:2" in nothing.text
 
 
@@ -192,7 +192,7 @@ def test_a_reward_that_reads_the_object_of_tools_is_tried(given: Given) -> None:
     sample = Sample(0, "d", (Message("user", "?"),), "null", extra_info_json='{"secret": 7}')
     assert asyncio.run(preflight.try_sample(parts, sample)) == [
         ok("""guess({"number":1}) replies 'right'"""),
-        ok("empty text as the answer scores 0.25"),
+        ok("an empty text as the answer scores 0.25"),
     ]
     without_secret = msgspec.structs.replace(sample, extra_info_json="{}")
     guess, score = asyncio.run(preflight.try_sample(Inputs(given.config()).parts, without_secret))

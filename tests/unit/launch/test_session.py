@@ -233,7 +233,7 @@ def test_nohup_is_respected(play: Play) -> None:
             "interrupted: stopping after the current part of the plan, with a checkpoint (at most 600 s; ",
             "resume=auto",
         ),
-        (False, "interrupted: stopping (at most 600 s; ", "the same command continues with the rest"),
+        (False, "interrupted: stopping (at most 600 s; ", "run the same command to continue"),
     ],
 )
 def test_a_stop_says_how_long_it_may_take_and_what_goes_on(

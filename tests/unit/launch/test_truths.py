@@ -57,7 +57,7 @@ def test_a_ground_truth_that_no_text_of_a_model_would_equal_is_a_warning(reward:
     assert not describe_truths(rewards, known)[1]
     _, (warning,) = describe_truths(rewards, [*known, *samples(truth, "b'beyond'")])
     assert "1 of the first 64 ground truths" in warning and f"such as {json.dumps(truth)}" in warning
-    assert "their answers score nothing; " in warning
+    assert "answers to these samples score nothing; " in warning
 
 
 def test_each_reward_and_type_has_a_line(tmp_path: Any) -> None:

@@ -261,9 +261,12 @@ def test_another_model_shows_at_the_first_probe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "complaint"),
     [
-        ([REF.label, "default"], "holds 'default' and not 'e1-v1'"),
-        ([REF.label, *[EngineError("nobody there")] * 3], "no answer 3 times"),
-        ([*[EngineError("busy")] * 2, REF.label, *[EngineError("gone")] * 3], "no answer 3 times: gone"),
+        ([REF.label, "default"], "holds 'default' instead of 'e1-v1'"),
+        ([REF.label, *[EngineError("nobody there")] * 3], "no answer after 3 attempts"),
+        (
+            [*[EngineError("busy")] * 2, REF.label, *[EngineError("gone")] * 3],
+            "no answer after 3 attempts: gone",
+        ),
     ],
     ids=["restarted", "silent", "silent for a moment, then for good"],
 )

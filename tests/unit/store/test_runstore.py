@@ -212,7 +212,7 @@ def test_a_locked_store_is_written_when_the_lock_is_gone(tmp_path: Path) -> None
     with closing(sqlite3.connect(tmp_path / "run.db", isolation_level=None)) as locking:
         locking.execute("BEGIN IMMEDIATE")
         for _ in range(2):
-            with pytest.raises(StorePaused, match=r"locked; the run waits .* end the process that locks it"):
+            with pytest.raises(StorePaused, match=r"locked; the run waits .* stop the process that locks it"):
                 store.commit()
         locking.execute("ROLLBACK")
 

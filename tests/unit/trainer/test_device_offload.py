@@ -201,7 +201,9 @@ def test_a_gpu_s_copies_lie_one_behind_another_in_memory_that_is_kept(
     monkeypatch.setattr(device_offload, "main_memory", lambda: SimpleNamespace(available=10))
     own._host_memory = PageLockedMemory(world).reserve
     learner.micro_batch_size = 1000, 4
-    with pytest.raises(ConfigError, match=r"engine.colocated: .* more main memory, 0.00 GB are free.*; free"):
+    with pytest.raises(
+        ConfigError, match=r"engine.colocated: .* more main memory, but only 0.00 GB are free.*; free"
+    ):
         own.offload(nobody)
     assert learner.micro_batch_size == (0, 0), "smaller micro-batches would not help"
     assert not own.is_offloaded and all(t.untyped_storage().nbytes() for t in held(learner).values())

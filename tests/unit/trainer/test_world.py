@@ -218,7 +218,7 @@ def shared(world: World) -> dict[str, Any]:
         assert part.grad is not None and all_of_it.grad is not None
         gaps.append((part.grad - pad(all_of_it.grad, (0, 0, 0, 15 - size))[:, mine]).abs().max())
     laid.check_shared("same", str)
-    with pytest.raises(ProtocolError, match="different ones: 2 of 3 ranks, first rank 1"):
+    with pytest.raises(ProtocolError, match="different ones: 2 of 3 ranks differ; the first is rank 1"):
         laid.check_shared(world.rank, int)
     worst = max(world.gather(max(map(float, gaps)), float))
     return {"tokens": size, "gap": worst, "one of three": laid.gather_data(world.rank, int)}
@@ -249,7 +249,7 @@ def test_values_of_all_ranks_come_in_rank_order_in_parts(tmp_path: Path) -> None
     assert found["bytes"] == [bytes(range(100 * rank)) for rank in range(3)]
     assert found["tallies"] == [tally(rank) for rank in range(3)]
     assert "a trainer rank sent something other than <class 'int'>" in found["kind"]
-    assert "[1, 5, 9] bytes, at most 8 each" in found["bound"]
+    assert "[1, 5, 9] bytes, but the limit is 8" in found["bound"]
     assert found["after"] == [0, 1, 2]
     assert found["tokens"] == 13 and found["gap"] < 1e-14
     assert found["one of three"] == [0]

@@ -58,7 +58,7 @@ def test_what_is_not_alike_is_said(tmp_path: Path) -> None:
     comparison = compare([first_run.save(), second_run.save()], [None, None])
     assert comparison["warnings"] == [
         "Scores are not comparable: configurations differ in rollout.reward, validation.success",
-        "1 questions are not the same in both and are left out",
+        "1 questions are not the same in both validations and are left out",
     ]
     assert comparison["modes"][0]["questions"] == 3
 

@@ -231,9 +231,9 @@ async def test_only_the_newest_version_is_to_be_had(spawn, sender, monkeypatch):
     first = offer(sender)
     second = offer(sender, 2)
     receiver = Receiver(server, 0, 1)
-    with pytest.raises(Postponed, match="the sender has e0-v2"):
+    with pytest.raises(Postponed, match="the sender offers e0-v2"):
         await push(receiver, first)
-    with pytest.raises(WeightsError, match="the sender has e0-v2") as caught:
+    with pytest.raises(WeightsError, match="the sender offers e0-v2") as caught:
         await push(receiver, WeightsRef(PolicyVersion(0, 3), first.path))
     assert not isinstance(caught.value, Postponed)
     assert server.calls == [] and sender.error is None

@@ -205,7 +205,7 @@ def test_modules_can_be_chosen(qwen3_5: Path) -> None:
             SERVED,
             r"^model\.lora_modules: .* in_proj_z: servers do not support adapters for these layers; leave",
         ),
-        ("mistral3", [], SERVED, r"^weights\.adapters: .* \(mistral3\); set it to false$"),
+        ("mistral3", [], SERVED, r"^weights\.adapters: .* \(mistral3\); set weights\.adapters=false$"),
     ],
 )
 def test_adapters_that_servers_or_the_model_lack_are_refused(
