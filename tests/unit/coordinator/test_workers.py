@@ -425,11 +425,11 @@ def test_an_end_that_cannot_be_fails_the_episode_and_nothing_else(
         (turn_payload(version=-3), "versions [-3]"),
         (turn_payload(ids=(1,) * 9 + (100,)), "is not a valid token ID"),
         (turn_payload(context=(100,) * 10), "is not a valid token ID"),
-        (turn_payload(logprobs=(-0.5,) * 9 + (math.nan,)), "not finite numbers up to 0"),
-        (turn_payload(logprobs=(-0.5,) * 9 + (-math.inf,)), "not finite numbers up to 0"),
-        (turn_payload(logprobs=(-0.5,) * 9 + (2.0,)), "not finite numbers up to 0"),
-        (turn_payload(logprobs=(-1e308,) * 10), "not finite numbers up to 0"),
-        (turn_payload(logprobs=(-math.inf, math.inf) * 5), "not finite numbers up to 0"),
+        (turn_payload(logprobs=(-0.5,) * 9 + (math.nan,)), "not finite numbers of at most 0"),
+        (turn_payload(logprobs=(-0.5,) * 9 + (-math.inf,)), "not finite numbers of at most 0"),
+        (turn_payload(logprobs=(-0.5,) * 9 + (2.0,)), "not finite numbers of at most 0"),
+        (turn_payload(logprobs=(-1e308,) * 10), "not finite numbers of at most 0"),
+        (turn_payload(logprobs=(-math.inf, math.inf) * 5), "not finite numbers of at most 0"),
     ],
 )
 def test_a_turn_that_cannot_be_trained_is_never_taken_in(

@@ -293,12 +293,12 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ({"rollout.agent": {"codex": {"program": "/no/codex"}}}, "no such program: '/no/codex'; install"),
         (
             claude("echo no loader >&2; exit 1"),
-            "in the sandbox: claude ended with code 1: no loader; set `program` to its path",
+            "in the sandbox: claude exited with code 1: no loader; set `program` to its path",
         ),
         (claude("exec sleep 100", 0.2), "cannot be run in the sandbox: no answer in time"),
         (
             claude("exit 3", sandbox="none"),
-            "here: claude ended with code 3: no .* set `program` to its path$",
+            "here: claude exited with code 3: no .* set `program` to its path$",
         ),
     ],
     "error: plug-ins": [
