@@ -61,7 +61,5 @@ def main(argv: list[str]) -> int:
     print(f"\n{counts}")
 
     if checks is MACHINE_CHECKS:
-        print(
-            "only the machine was checked; set model.path and data.train to check the model and data as well"
-        )
+        print("only the machine was checked; set model.path and data.train to check your model and data")
     return 2 if "error" in levels else 0
