@@ -50,7 +50,9 @@ def main(argv: list[str]) -> int:
     if enrolled.role == ENGINE:
         config = with_server(config, options.url)
     elif options.url:
-        raise ConfigError("--url: the token is for a worker; get one with asyncrl invite --role engine")
+        raise ConfigError(
+            "--url: this token is for a worker; get a token for an engine with asyncrl invite --role engine"
+        )
 
     planned = PlannedProcess(
         role=enrolled.role,

@@ -287,7 +287,7 @@ USER = Message("user", "so?")
         (Observation(("so?",)), 0.0, "step .* must be Messages, not str"),  # type: ignore[arg-type]
         (Observation((Message("user", b"so?"),)), 0.0, "step .* content .* must be text, not bytes"),  # type: ignore[arg-type]
         (Observation((Message("user", reasoning=7),)), 0.0, "step .* reasoning .* text"),  # type: ignore[arg-type]
-        (Observation((Message("assistant", "", (ToolCall("a", "{}"),)),)), 0.0, "step .* no tool calls"),
+        (Observation((Message("assistant", "", (ToolCall("a", "{}"),)),)), 0.0, "step .* contain tool calls"),
         (Observation((Message("tool", "so?", name="n" * 257),)), 0.0, "step .* name .* at most 256"),
         (Observation((Message("tool", "so?", tool_call_id="n" * 257),)), 0.0, "tool_call_id .* at most 256"),
         (Observation((USER,) * 65), 0.0, "step .* at most 64 messages"),
