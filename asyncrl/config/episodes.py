@@ -79,8 +79,8 @@ class RolloutConfig(Section, frozen=True):
     reward_timeout: Seconds = 60.0
     """Deadline for one reward call, after which the episode fails with `reward_error`."""
     part_seconds: Seconds = 60.0
-    """A turn that takes longer is saved in parts of this many seconds, so that a lost worker loses less than one
-    part. A value above `episode_timeout` turns this off."""
+    """A turn that takes longer is saved in parts of this many seconds, so that a lost worker loses less than
+    one part. A value above `episode_timeout` turns this off."""
     episode_timeout: Seconds = 600.0
     """Time limit of one episode, which then ends and is scored, or fails if no turn has finished. An episode
     that continues after the loss of its worker has the remaining time."""
