@@ -89,7 +89,7 @@ def test_an_image_over_one_has_its_settings(own: Path, tmp_path: Path) -> None:
     assert import_image(tree(tmp_path / "top"), "top", over="base").directory == "/work"
     most = '"over":' + json.dumps([base.digest] * MAX_IMAGES_BELOW)
     described.write_text(described.read_text().replace('"over":[]', most))
-    with pytest.raises(ConfigError, match="it already has 8 images below it"):
+    with pytest.raises(ConfigError, match="8 images already lie below it"):
         import_image(tree(tmp_path / "top"), over="base")
 
 
