@@ -354,7 +354,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         (rows(4, prompt=[{"role": "bot", "content": "?"}]), "sample 0.*role 'bot'"),
         (rows(4, extra_info={"tools": ["weather"]}), "sample 0.*weather.*rollout.tools"),
         (OTHER_TOOLS, "extra_info"),
-        (rows(3), r"3 samples are fewer .*groups_per_batch \(4\)"),
+        (rows(3), r"3 samples are too few for one batch.*groups_per_batch \(4\)"),
         (rows(4, prompt=None), "sample 0: column prompt is null; provide some text"),
         (
             file("by_level.py", "def f(completions, *, level): return [level[0]]", "rollout.reward=:f"),
