@@ -71,7 +71,7 @@ def text_part(model: PreTrainedModel) -> PreTrainedModel:
         return model
     decoder: PreTrainedModel = model.get_decoder()
     if decoder is model:
-        raise ValueError(f"{type(model).__name__} does not say which of its parts computes text")
+        raise ValueError(f"{type(model).__name__} does not indicate which of its submodules processes text")
     return decoder
 
 

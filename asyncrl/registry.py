@@ -246,7 +246,7 @@ def _keyword_only(function: Callable[..., Any], where: str) -> list[inspect.Para
                 parameters = inspect.signature(function, eval_str=True).parameters.values()
                 keyword_parameters = [parameter for parameter in parameters if parameter.kind is keyword_only]
     except Exception as error:  # an annotation raised, or a builtin has no signature
-        raise ConfigError(f"{where}: it has no usable signature ({one_line(error)})") from error
+        raise ConfigError(f"{where}: no usable signature ({one_line(error)})") from error
 
     return keyword_parameters
 
@@ -285,7 +285,7 @@ def make_by_factory(factory: Callable[[], Any], where: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except Exception as error:
-        raise ConfigError(f"{where}: it cannot be created ({describe(error)})") from error
+        raise ConfigError(f"{where}: cannot be created ({describe(error)})") from error
 
 
 def check_call(function: Callable[..., Any], where: str, call: Call) -> None:

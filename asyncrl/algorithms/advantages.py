@@ -331,7 +331,9 @@ def optimal_token_baseline(episode: AdvantageInput) -> AdvantageValues:
         member_count[:common_length] += 1
 
     if not member_count.all():
-        raise ProtocolError("advantage optimal_token_baseline: an episode lacks the traces of its group")
+        raise ProtocolError(
+            "advantage optimal_token_baseline: an episode lacks the traces that the rest of its group has"
+        )
     has_weight = norm_sum > 0
 
     return np.where(has_weight, weighted_lead, plain_lead) / np.where(has_weight, norm_sum, member_count)

@@ -74,7 +74,7 @@ def make_request(
                 values[section] = added_values
         else:
             raise ConfigError(
-                f"{setting!r}: unexpected type {type(setting).__name__}; settings are strings or dicts"
+                f"{setting!r}: unexpected type {type(setting).__name__}; settings must be strings or dicts"
             )
 
     return LauncherRequest(

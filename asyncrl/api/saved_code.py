@@ -145,7 +145,7 @@ class SavedSource:
             return
         self._added_names.add(name)
         if name not in namespace:
-            raise ConfigError(f"{self.key}: {self.root} uses {name}, which is not (or no longer) defined")
+            raise ConfigError(f"{self.key}: {self.root} uses {name}, which is not (or is no longer) defined")
 
         value = namespace[name]
         if getattr(value, "__wrapped__", None) is getattr(builtins, name, name):

@@ -42,7 +42,9 @@ def save_rows(rows: Any, key: str, directory: Path) -> Path:
     lines: list[bytes] = []
     for number, row in enumerate(row_list):
         if not isinstance(row, Mapping):
-            raise ConfigError(f"{key}[{number}]: unexpected type {type(row).__name__}; each row is a dict")
+            raise ConfigError(
+                f"{key}[{number}]: unexpected type {type(row).__name__}; each row must be a dict"
+            )
         _refuse_number_keys(row, f"{key}[{number}]")
         try:
             line = json.dumps(json_value(dict(row)), ensure_ascii=False, allow_nan=False)

@@ -158,7 +158,7 @@ def resolve_target(name: str, runs_directory: Path) -> Target:
     checkpoints, step, run_dir = find_checkpoint(name, runs_directory)
     export = Path(checkpoints.file_path(step)) / "hf"
     if not (export / "config.json").is_file():
-        raise ConfigError(f"{export}: no model directory; write one with asyncrl merge {name} OUT")
+        raise ConfigError(f"{export}: not a model directory; create one with asyncrl merge {name} OUT")
     return Target(str(export), run_dir)
 
 

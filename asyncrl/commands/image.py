@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--name", default="", help="import: name of the image (default: name of the file)")
     parser.add_argument(
-        "--over", default="", metavar="IMAGE", help="import: base image below the imported files"
+        "--over", default="", metavar="IMAGE", help="import: base image to layer the imported files on"
     )
 
     for bound in msgspec.structs.fields(Bounds):

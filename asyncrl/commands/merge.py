@@ -53,8 +53,8 @@ def main(argv: list[str]) -> int:
         if options.adapters == "apart":
             if run_dir is None:
                 raise ConfigError(
-                    f"{checkpoints.file_path(step)}: the run is not next to this checkpoint; use the name "
-                    "of the run"
+                    f"{checkpoints.file_path(step)}: the run directory is not next to this checkpoint; "
+                    "pass the run's name instead"
                 )
             from asyncrl.trainer.checkpoint import write_adapters
 
@@ -86,7 +86,7 @@ def find_checkpoint(name: str, runs: Path) -> tuple[Checkpoints, int, Path | Non
         checkpoints = checkpoints_of(read_config(run_dir), run_dir)
         steps = checkpoints.steps()
     if not steps:
-        raise ConfigError(f"{checkpoints.root}: no checkpoint; see the runs with asyncrl runs list")
+        raise ConfigError(f"{checkpoints.root}: no checkpoint found; list the runs with asyncrl runs list")
     return checkpoints, steps[0], run_dir
 
 

@@ -229,7 +229,7 @@ def _print_comparison(rows: Sequence[Row], problems: Sequence[str]) -> None:
     ]
 
     taught_counts = [sum(getattr(row, name) for row in groups.values()) for name in ("taught", "teaches")]
-    print(f"{len(rows)} episodes of {len({row.group for row in rows})} groups rescored")
+    print(f"{len(rows)} episodes in {len({row.group for row in rows})} groups rescored")
     print(f"{'':32} {'recorded':>12} {'regraded':>12}")
     recorded_mean = fmean(recorded for recorded, _ in scores)
     regraded_mean = fmean(regraded for _, regraded in scores)

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     parser = command_parser("replay", HELP)
     parser.add_argument("run", help="name or directory of a run")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value")
-    parser.add_argument("--step", type=int, required=True, help="the step to repeat, starting from 1")
+    parser.add_argument("--step", type=int, required=True, help="the step to repeat (numbered from 1)")
     options = parser.parse_intermixed_args(argv)
     run_dir = find_run(options.run_dir, options.run)
     launches = launches_of(run_dir)

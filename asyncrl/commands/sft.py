@@ -26,7 +26,7 @@ Common keys (all of them: docs/reference/configuration.md; formats of rows: docs
   total_steps, data.epochs     batches to train; maximum passes over the data
   buffer.groups_per_batch      conversations per batch
   rollout.max_tokens           longer conversations are left out
-  rollout.tools                tools shown in the prompts, if the rows have no column `tools`
+  rollout.tools                tools shown in the prompts, if the rows have no `tools` column
   data.test, validation.every  held-out conversations (to measure loss) or prompts (to measure rewards)
 """
 

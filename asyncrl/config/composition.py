@@ -209,7 +209,7 @@ def config_root() -> Path:
         if (root / "configs" / "config.yaml").is_file():
             return root.resolve()
     raise ConfigError(
-        "configs/config.yaml is missing beside the package; reinstall asyncrl, or work in a checkout"
+        "configs/config.yaml was not found next to the package; reinstall asyncrl, or run from a checkout"
     )
 
 

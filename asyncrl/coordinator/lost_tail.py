@@ -32,7 +32,7 @@ def recover_commits(state: RunState, step: int, now: float) -> None:
     checkpoints = checkpoints_of(state.config, state.run_dir)
 
     refusal = (
-        f"the trainer's checkpoint is of step {step}, but the run store has {known_steps} steps: they "
+        f"the trainer's checkpoint is from step {step}, but the run store has {known_steps} steps: they "
         "belong to different runs"
     )
     with ProtocolError.instead_of(CheckpointError, text=refusal, advice=ADVICE):

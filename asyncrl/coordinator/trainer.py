@@ -173,8 +173,8 @@ class TrainerHandler:
                 f"steps {min(retained_batches)} to {max(retained_batches)}" if retained_batches else "no step"
             )
             raise ProtocolError(
-                f"the trainer's checkpoint is of step {step}, but the run store holds the plans of {steps}: "
-                "they belong to different runs; restore both from the same copy"
+                f"the trainer's checkpoint is from step {step}, but the run store holds the plans of "
+                f"{steps}: they belong to different runs; restore both from the same copy"
             )
 
     def note_heartbeat(self, peer: bytes, message: trainer.TrainerHeartbeat, now: float) -> None:
@@ -502,7 +502,7 @@ class TrainerHandler:
         make_plan = partial(trainer.WorkPlan, step, request.part)
 
         if version.step > batches.committed:
-            raise ProtocolError(f"the trainer asks for step {step} before committing {version.step}")
+            raise ProtocolError(f"the trainer asked for step {step} before committing step {version.step}")
 
         if self.stopping:
             self._stop_step = version.step

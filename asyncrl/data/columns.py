@@ -52,7 +52,7 @@ def rename_columns(
             if not isinstance(value, dict) or part not in value:
                 present_columns = ", ".join(row) or "none"
                 raise ConfigError(
-                    f"{where}: no column {column}, which data.columns refers to (found: {present_columns})"
+                    f"{where}: no {column} column, which data.columns refers to (found: {present_columns})"
                 )
 
             value = value[part]

@@ -21,8 +21,8 @@ def read_messages(where: str, value: Any, role: str = "user") -> tuple[Message, 
 
     if not isinstance(value, list) or not value:
         raise ConfigError(
-            f"{where} must be text, or a non-empty list of {{role, content}}, or such a list as JSON, not "
-            f"{'an empty list' if value == [] else type(value).__name__}"
+            f"{where} must be text, a non-empty list of {{role, content}} objects, or the same list encoded "
+            f"as JSON, not {'an empty list' if value == [] else type(value).__name__}"
         )
 
     try:

@@ -83,9 +83,9 @@ def read_samples(
 def read_question(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:
     """Read a prompt to sample from. ConfigError for a bad row."""
     if "prompt" not in row:
-        raise ConfigError(f"{origin}: no column prompt; {_columns_hint(row, 'prompt', 'ground_truth')}")
+        raise ConfigError(f"{origin}: no prompt column; {_columns_hint(row, 'prompt', 'ground_truth')}")
     if row["prompt"] is None:
-        raise ConfigError(f"{origin}: column prompt is null; set a text, or remove the row")
+        raise ConfigError(f"{origin}: column prompt is null; provide some text, or remove the row")
 
     if row.get("tools") not in (None, "", "[]", []) and "tools" not in layout.columns.values():
         raise ConfigError(
@@ -97,8 +97,8 @@ def read_question(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:
     truth = _ground_truth(origin, row)
     if layout.truth and as_json(str(origin), "ground_truth", truth) == "null":
         raise ConfigError(
-            f"{origin}: no ground truth for {layout.truth}: neither reward_model.ground_truth nor a column "
-            f"ground_truth; {_columns_hint(row, 'ground_truth')}"
+            f"{origin}: no ground truth for {layout.truth}: neither reward_model.ground_truth nor a "
+            f"ground_truth column; {_columns_hint(row, 'ground_truth')}"
         )
 
     prompt = read_messages(f"{origin}: column prompt", row["prompt"])
@@ -122,7 +122,7 @@ def _read_demonstration(origin: RowOrigin, row: Row, layout: RowLayout) -> Sampl
         learned_messages = read_messages(f"{origin}: column response", row["response"], role="assistant")
     else:
         raise ConfigError(
-            f"{origin}: no column messages, and no prompt with a response; {_columns_hint(row, 'messages')}"
+            f"{origin}: no messages column, and no prompt with a response; {_columns_hint(row, 'messages')}"
         )
 
     if all(message.role != "assistant" for message in learned_messages):
@@ -187,7 +187,7 @@ def _make_sample(
     if size > MAX_SAMPLE_BYTES:
         raise ConfigError(
             f"{origin}: the sample has {size:,} bytes, more than the {MAX_SAMPLE_BYTES:,} that can be sent "
-            "to rewards and tools; remove columns, or put large contents into files and their paths into "
+            "to rewards and tools; remove columns, or store large values in files and put the paths in "
             "the row"
         )
 

@@ -82,8 +82,8 @@ class Verifiers(Environment):
                 prompt_message.content,
             ):
                 raise ValueError(
-                    f"the prompt of row {sample.row} differs from the beginning of its task; prepare the "
-                    "data again"
+                    f"the prompt in row {sample.row} does not match the opening messages of its task; "
+                    "prepare the data again"
                 )
         return Observation(task_messages[len(sample.prompt) :])
 

@@ -127,6 +127,6 @@ def fill_word(word: str, values: Mapping[str, str]) -> str:
         if "\0" in prompt:
             problem = "it contains a NUL character"
         if problem:
-            raise CommandError(f"the prompt cannot be an argument: {problem}; use {{prompt_file}}")
+            raise CommandError(f"the prompt cannot be passed as an argument: {problem}; use {{prompt_file}}")
 
     return fill(word, values)

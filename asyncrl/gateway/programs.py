@@ -153,7 +153,9 @@ class Command:
         if self._absence and self.sandbox == "none":  # in a jail, the image of a task may have the program
             raise ConfigError(f"line {line!r}: {self._absence}; {INSTALL_ADVICE}")
         if extra_info and harness.stdin != "sample":
-            raise ConfigError(f"extra_info is for command only: {harness.name} reads nothing but the prompt")
+            raise ConfigError(
+                f"extra_info works only with the agent 'command': {harness.name} reads only the prompt"
+            )
         if files:
             check_tree(files, _split_names(allow))
 

@@ -232,7 +232,7 @@ class OwnThread:
             )
             if len(self._abandoned_threads) >= MAX_ABANDONED_THREADS:
                 raise CallTimeout(
-                    f"out of order: {len(self._abandoned_threads)} earlier calls have not ended"
+                    f"not available: {len(self._abandoned_threads)} earlier calls have not ended"
                 )
             self._thread = threading.Thread(target=self._serve_calls, daemon=True, name=self._name)
             self._thread.start()

@@ -48,7 +48,7 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
     digests_below = tuple(Path(root).parent.name for root in layer_roots)
     if len(digests_below) > MAX_IMAGES_BELOW:
         raise ConfigError(
-            f"--over {over}: it already has {MAX_IMAGES_BELOW} images below it; import them as a single image"
+            f"--over {over}: {MAX_IMAGES_BELOW} images already lie below it; flatten them into a single image"
         )
     image = msgspec.structs.replace(image, digest="", root="", over=digests_below, size=0, files=0)
 
@@ -156,8 +156,9 @@ def _refuse_hiding(root: str, layer_roots: list[str]) -> None:
                 if layers_with_path[:1] == linking_layers[:1]:
                     link_target = os.readlink(layers_with_path[0] + path)
                     raise ConfigError(
-                        f"{path[1:]!r} is a link to {link_target!r} in the image below, which this directory "
-                        f"would hide: put the files there, or delete the link first ({DELETED_PREFIX}NAME)"
+                        f"{path[1:]!r} is a link to {link_target!r} in the underlying image; this directory "
+                        f"would hide that target: put the files there, or delete the link first "
+                        f"({DELETED_PREFIX}NAME)"
                     )
                 pending_directories.append(
                     (path, [layer for layer in layers_with_path if layer not in linking_layers])

@@ -114,7 +114,9 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
         yield ok("not checked: the servers run on other machines or are already running")
         return
     if not Path(program).name.startswith("python"):
-        yield ok(f"{program} is not Python; the version is checked when the server starts")
+        yield ok(
+            f"{program} is not a Python interpreter; the SGLang version is checked when the server starts"
+        )
         return
 
     needed_modules: list[str] = []
@@ -253,7 +255,8 @@ def check_locks(inputs: Inputs) -> Iterator[Note]:
             fcntl.flock(locked_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(
-                f"{directory}: files cannot be locked ({error.strerror}); set run_dir=… to a local disk"
+                f"{directory}: files cannot be locked ({error.strerror}); set run_dir to a directory on a "
+                "local disk"
             ) from None
 
         try:
@@ -262,7 +265,9 @@ def check_locks(inputs: Inputs) -> Iterator[Note]:
             yield ok(f"work in {directory}")
             return
 
-    raise ConfigError(f"{directory}: a locked file can be locked again; set run_dir=… to a local disk")
+    raise ConfigError(
+        f"{directory}: a locked file can be locked again; set run_dir to a directory on a local disk"
+    )
 
 
 @preflight_check("disk")

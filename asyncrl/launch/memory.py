@@ -85,7 +85,7 @@ def check_memory(config: RunConfig, has_gpu: bool | None) -> None:
     if available_bytes is not None and needed_bytes > available_bytes:
         raise ConfigError(
             f"weights, gradients and optimizer state of the trainer take {format_bytes(needed_bytes)}, but "
-            f"only {format_bytes(available_bytes)}{place_text} are available; set model.lora_rank, a "
+            f"only {format_bytes(available_bytes)}{place_text} is available; set model.lora_rank, a "
             "trainer.optimizer with less state, a model.path with fewer parameters, fewer trainer.replicas, "
             f"or {advice}"
         )
@@ -115,7 +115,7 @@ def check_engine_memory(config: RunConfig, has_gpu: bool | None, slot: SlotMemor
     if available_bytes is not None and engine_bytes > available_bytes:
         raise ConfigError(
             f"rollout.slots: the embedded engine's {text}, but only {format_bytes(available_bytes)} of "
-            "memory are available for it; lower rollout.slots or "
+            "memory is available for it; lower rollout.slots or "
             "rollout.max_tokens, or use engine=sglang"
         )
     return text
@@ -174,7 +174,7 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
     if available_bytes is not None and needed_bytes > available_bytes:
         yield warning(
             f"{ranks} trainer ranks need {format_bytes(needed_bytes)}, but only "
-            f"{format_bytes(available_bytes)} are available; set a smaller trainer.micro_batch_tokens, "
+            f"{format_bytes(available_bytes)} is available; set a smaller trainer.micro_batch_tokens, "
             f"{memory_advice(config.trainer.checkpointed_every)}"
         )
 

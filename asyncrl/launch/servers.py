@@ -33,7 +33,7 @@ def check_servers(config: RunConfig) -> None:
         raise ConfigError(
             f"launch.host: {config.launch.host} cannot be reached from {remote_urls[0]}, as "
             f"weights.transport={config.weights.transport} requires; set launch.host to this machine's "
-            "address in the servers' network"
+            "address on the servers' network"
         )
 
     if engine.remote and not engine.urls:

@@ -194,7 +194,7 @@ def _with_verls_options(function: RewardFunction, where: str) -> RewardFunction:
 
             signature = inspect.signature(function, eval_str=True)
     except Exception as error:  # a bad annotation, or a builtin without a signature
-        raise ConfigError(f"{where}: it has no usable signature ({one_line(error)})") from error
+        raise ConfigError(f"{where}: no usable signature ({one_line(error)})") from error
 
     parameters = list(signature.parameters.values())
     for index, parameter in enumerate(parameters):

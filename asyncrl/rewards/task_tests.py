@@ -253,7 +253,7 @@ def pack_directory(directory: Path, script: str) -> list[Entry]:
         elif path.is_dir():
             kind = DIRECTORY
         elif (bytes_left := bytes_left - file_status.st_size) < 0:
-            raise OSError(f"{directory} has more than {MAX_CHANGE_BYTES} bytes")
+            raise OSError(f"{directory} contains more than {MAX_CHANGE_BYTES} bytes")
         else:
             content = path.read_bytes()
 

@@ -234,7 +234,8 @@ def _first_record(records: Sequence[T], record_kind: str, name: object) -> T:
     if records:
         return records[0]
     raise StoreError(
-        f"{DATABASE}: {record_kind} {name} is not stored, or no longer; set a larger store.keep_bytes"
+        f"{DATABASE}: {record_kind} {name} is not stored, or is no longer stored; set a larger "
+        "store.keep_bytes"
     )
 
 

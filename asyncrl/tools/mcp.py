@@ -195,7 +195,9 @@ def _parse_headers(text: str) -> tuple[tuple[str, str], ...]:
         if not colon or not HEADER_NAME.fullmatch(name) or not (value.isascii() and value.isprintable()):
             raise ConfigError(f"headers: {name!r} is not a header; write Name: value, separated by commas")
         if name.lower() in SECRET_HEADERS and not VARIABLE_REFERENCE.search(value):
-            raise ConfigError(f"headers: {name} is a secret; use a variable: {name}: Bearer $MY_TOKEN")
+            raise ConfigError(
+                f"headers: {name} is a secret; use an environment variable, as in '{name}: Bearer $MY_TOKEN'"
+            )
 
         header_pairs.append((name, value))
 

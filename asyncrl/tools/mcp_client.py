@@ -119,7 +119,8 @@ class McpConnection:
         client = await asyncio.shield(self._client)  # cancelling this wait does not cancel the handshake
 
         if self.is_over:
-            raise McpServerLost(f"the MCP server was lost: {self._describe_end('its connection ended')}")
+            end_text = self._describe_end("it ended before the call")
+            raise McpServerLost(f"the connection to the MCP server was lost: {end_text}")
 
         try:
             return await client.call_tool(name, arguments)
@@ -128,7 +129,8 @@ class McpConnection:
                 self.end_connection(error.message)
             if not self.is_over and error.code != CONNECTION_CLOSED:
                 raise McpError(f"{name}: {self._http_refusal or one_line(error)}") from error
-            lost_text = f"the MCP server was lost during the call: {self._describe_end(error.message)}"
+            end_text = self._describe_end(error.message)
+            lost_text = f"the connection to the MCP server was lost during the call: {end_text}"
             raise McpServerLost(lost_text) from error
 
     async def tools(self) -> list[Any]:
@@ -258,7 +260,7 @@ class SharedConnection:
         connection = self._current_connection
         if connection is None or connection.is_over:
             if connection is not None:
-                connection.end_connection("its connection ended")
+                connection.end_connection("it ended")
                 self._failed_connections += 1
             pause = RECONNECT_PAUSES[min(self._failed_connections, len(RECONNECT_PAUSES) - 1)]
             connection = self._current_connection = McpConnection(self._server, pause)

@@ -130,7 +130,7 @@ class CallLimits:
                 raise CallTimeout(f"the tool is busy: the call did not begin within {seconds:g} s") from None
 
             if (abandoned := len(self.live_calls) - self._awaited_calls) >= MAX_ABANDONED_CALLS:
-                raise CallTimeout(f"the tool is out of order: {abandoned} earlier calls have not ended")
+                raise CallTimeout(f"the tool is not available: {abandoned} earlier calls have not ended")
 
             self._awaited_calls += 1
             try:

@@ -137,9 +137,7 @@ class EpisodeObject:
         reset_call = partial(reset, **reset_arguments(reset, sample))
         text = await call_without_deadline(reset_call, blocking=self._blocking)
         if not isinstance(text, str | None):
-            raise TypeError(
-                f"reset returned a {type(text).__name__}; expected a text for the prompt, or None"
-            )
+            raise TypeError(f"reset returned a {type(text).__name__}; expected text for the prompt, or None")
         return bound_reply(text or "")
 
     async def result(self) -> dict[str, Any]:

@@ -146,7 +146,8 @@ class Checkpointing:
         is_copied = all(self._world.gather(has_memory, bool))
         if not is_copied:
             log.warning(
-                "no memory for a copy of %.1f GB: training waits for the checkpoint", self._state_bytes / 1e9
+                "not enough memory for a copy of %.1f GB: training waits for the checkpoint",
+                self._state_bytes / 1e9,
             )
 
         manifest = checkpoint.manifest_of(

@@ -135,7 +135,7 @@ class PageLockedMemory:
         if needed_bytes > free_bytes:
             raise MemoryError(
                 f"the ranks here need {needed_bytes / 1e9:.2f} GB more main memory, "
-                f"but only {free_bytes / 1e9:.2f} GB are free"
+                f"but only {free_bytes / 1e9:.2f} GB is free"
             )
 
         if missing_bytes:

@@ -219,7 +219,7 @@ class TrainerRank:
 
     def _await_welcome(self) -> shared.Welcome:
         with self._waiting("wait_welcome"):
-            welcome, _ = self.client.request(self.client.hello_message(), "the coordinator's welcome")
+            welcome, _ = self.client.request(self.client.hello_message(), "the coordinator's welcome message")
         self.trainer_epoch = welcome.trainer_epoch
         self.learner.token_budget = welcome.micro_tokens or self.learner.token_budget
         self.learner.recomputation.recompute_at_least(welcome.recompute_every)

@@ -60,7 +60,9 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
             now = time.monotonic()
             publishing.raise_failure()
             if probed_message is None and now > heard_at + silence_limit(config):
-                raise DeadlineError(f"waited {silence_limit(config):g} s for the coordinator's welcome")
+                raise DeadlineError(
+                    f"waited {silence_limit(config):g} s for the coordinator's welcome message"
+                )
 
             if now > max(heard_at, hello_at) + HELLO_SECONDS:
                 hello_at = now

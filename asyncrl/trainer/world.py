@@ -369,7 +369,7 @@ def _wait_for_nccl(init_nccl: Callable[[], None], device: torch.device, limit: f
         if time.monotonic() > deadline:
             raise DeadlineError(
                 f"NCCL did not connect the trainer's ranks within {limit:g} s; set NCCL_DEBUG=INFO to "
-                "see why, NCCL_SOCKET_IFNAME to choose the network interface"
+                "see why, or set NCCL_SOCKET_IFNAME to choose the network interface"
             )
 
     nccl_future.result()

@@ -45,7 +45,7 @@ def load_decoder(model: str) -> Decode:
             tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises a bare Exception
         raise ConfigError(
-            f"{path}: no usable tokenizer ({one_line(error)}); restore the model's file"
+            f"{path}: no usable tokenizer ({one_line(error)}); restore the model's tokenizer files"
         ) from error
 
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))

@@ -167,7 +167,7 @@ class Buffers:
             if not self._changed.wait_for(
                 lambda: index < len(self._buffers) and self._buffers[index].copied == copied, wait_seconds
             ):
-                raise Superseded(f"copy {copied} of the weights is not, or no longer, in host memory")
+                raise Superseded(f"copy {copied} of the weights is not, or is no longer, in host memory")
             buffer = self._buffers[index]
             buffer.readers += 1
 

@@ -305,7 +305,7 @@ class Dial:
             self.key_refused |= last_event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
         if last_event == zmq.EVENT_DISCONNECTED and not self.key_refused:
-            log.warning("connecting to %s again after damaged bytes", self._endpoint)
+            log.warning("reconnecting to %s after receiving corrupted data", self._endpoint)
             with suppress(zmq.ZMQError):  # no such connection any more
                 self._socket.disconnect(self._endpoint)
             self._socket.connect(self._endpoint)

@@ -350,7 +350,9 @@ def test_closed_servers_are_gone_and_come_back_when_called() -> None:
 
 def test_a_lost_call_is_repeated_only_where_the_server_allows_it(tmp_path: Path) -> None:
     tools = tools_of(command=f"{PLAIN} dies {tmp_path / 'pid'}")
-    assert (ask(tools, "pid").error or "").startswith("the MCP server was lost during the call: ")
+    assert (ask(tools, "pid").error or "").startswith(
+        "the connection to the MCP server was lost during the call: "
+    )
     assert ask(tools, "pid").error is None
     repeatable = tools_of(command=f"{PLAIN} dies {tmp_path / 'variable'}")
     reply = ask(repeatable, "variable", '{"name": "X"}')
@@ -412,7 +414,9 @@ def test_the_server_of_an_episode_is_lost_for_good(own: dict[str, Tool]) -> None
         os.kill(pid, signal.SIGKILL)
         return [await session.call(ToolCall("pid", "{}")) for _ in range(2)]
 
-    assert all("the MCP server was lost" in (reply.error or "") for reply in in_episode(own, play))
+    assert all(
+        "the connection to the MCP server was lost" in (reply.error or "") for reply in in_episode(own, play)
+    )
 
 
 def test_an_episode_whose_server_does_not_start_cannot_be_opened(tmp_path: Path) -> None:
@@ -547,7 +551,7 @@ def test_headers_reach_the_server_and_a_refusal_is_named(
         ({"comand": "x"}, "unknown option 'comand'"),
         ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY does not contain a key"),
         ({"headers": "X-Key: $NO_SUCH_KEY"}, "NO_SUCH_KEY does not contain a valid header value; set it"),
-        ({"headers": "Authorization: Bearer abc"}, "Authorization is a secret; use a variable"),
+        ({"headers": "Authorization: Bearer abc"}, "Authorization is a secret; use an environment variable"),
         ({"headers": "X Key: a"}, "'X Key' is not a header; write Name: value"),
         ({"headers": "sesame"}, "'sesame' is not a header"),
     ],

@@ -198,7 +198,7 @@ def test_an_environment_that_leads(tasksets: None) -> None:
         (task({"secret": 51}), "SystemExit: 3"),  # which would end the worker
         (task({"secret": 99}), "'rival' has no model; set others_url and others_model"),
         (task({"secret": 1, "image": "ubuntu"}), "runs in a container"),
-        (task({"secret": 1}, ADD[0]), "the prompt of row 0 differs from the beginning of its task"),
+        (task({"secret": 1}, ADD[0]), "the prompt in row 0 does not match the opening messages of its task"),
         (task({"secret": "x"}), "valid integer"),
         (Sample(4, "vf", (), "null"), r"extra_info\.verifiers of row 4 is missing"),
     ],

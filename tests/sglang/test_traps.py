@@ -48,7 +48,9 @@ async def test_a_turn_clipped_by_the_server_is_an_error_not_a_full_turn(
 ):
     async with kept(server, max_len=CONTEXT) as engine:
         await engine.load(refs[0])
-        with pytest.raises(EngineError, match=r"cut a turn to \d of 8 tokens: raise its --context-length"):
+        with pytest.raises(
+            EngineError, match=r"truncated a turn to \d of 8 tokens: raise its --context-length"
+        ):
             await engine.generate(ask(prompt(CONTEXT - 8), 20))
 
 

@@ -72,7 +72,7 @@ class TaggedCalls(NamedTuple):
         if not key:
             raise Malformed(f"an argument of {quote(name)} has no name")
         if key in arguments:
-            raise Malformed(f"the argument {quote(key)} of {quote(name)} is there twice")
+            raise Malformed(f"the argument {quote(key)} of {quote(name)} appears twice")
 
         type_text = argument_match.groupdict().get("text")
         if type_text is None:

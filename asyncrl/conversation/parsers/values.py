@@ -22,7 +22,7 @@ def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise Malformed(f"the key {quote(next(k for k in keys if keys.count(k) > 1))} is there twice")
+        raise Malformed(f"the key {quote(next(k for k in keys if keys.count(k) > 1))} appears twice")
     return value
 
 
@@ -127,5 +127,5 @@ def _text_keyed(keys: list[Any], values: list[Any]) -> dict[str, Any]:
     if not all(isinstance(key, str) for key in keys):
         raise Malformed("the keys of an object must be strings")
     if len(set(keys)) < len(keys):
-        raise Malformed("a key of an object is there twice")
+        raise Malformed("a key of an object appears twice")
     return dict(zip(keys, values, strict=True))

@@ -123,7 +123,7 @@ class SGLangClient:
         if finish.type == "length":
             sampled_part = f"{len(sampled.ids)} of {token_limit} tokens"
             raise EngineError(
-                f"server {self.api.url} cut a turn to {sampled_part}: raise its --context-length"
+                f"server {self.api.url} truncated a turn to {sampled_part}: raise its --context-length"
             )
 
         if isinstance(finish.matched, str):  # the server reports NaN in this way

@@ -97,7 +97,7 @@ class Push:
 
             raise WeightsError(
                 f"weights.transport=collective: the trainer has NCCL {self.trainer_nccl}, the server "
-                f"{server_nccl[1]}, but they must be the same: install one version of torch in both "
+                f"{server_nccl[1]}, but they must be the same: install the same version of torch in both "
                 "environments, or set weights.transport=disk"
             ) from error
 

@@ -427,7 +427,7 @@ def replace_weights(
         and not is_within(piece.parameter, unpublished_parts)
     )
     if unknown or missing:
-        raise WeightsError(f"weights do not fit this model: unknown {unknown[:3]}, missing {missing[:3]}")
+        raise WeightsError(f"weights do not match this model: unknown {unknown[:3]}, missing {missing[:3]}")
 
     copy_tensors(model_tensors, tensors)
 
@@ -438,7 +438,7 @@ def copy_tensors(targets: Mapping[str, torch.Tensor], tensors: Mapping[str, torc
     for name, tensor in tensors.items():
         if tensor.shape != targets[name].shape:
             shapes = f"{tuple(tensor.shape)} instead of {tuple(targets[name].shape)}"
-            raise WeightsError(f"weights do not fit this model: {name} has shape {shapes}")
+            raise WeightsError(f"weights do not match this model: {name} has shape {shapes}")
     with torch.no_grad():
         for name, tensor in tensors.items():
             targets[name].copy_(tensor)

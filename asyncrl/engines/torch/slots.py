@@ -238,7 +238,9 @@ class KVCache:
             self._state_arguments = {}
         if not self.keys:
             name = type(self.model).__name__
-            raise ConfigError(f"the embedded engine cannot serve {name}: it has its own attention")
+            raise ConfigError(
+                f"the embedded engine cannot serve {name}, which has its own attention implementation"
+            )
 
         return output.logits.shape[-1]
 

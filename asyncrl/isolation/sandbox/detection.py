@@ -108,6 +108,7 @@ def check_isolation(require: str) -> frozenset[str]:
     if missing_words:
         raise ConfigError(
             f"this machine does not let the sandbox isolate {', '.join(missing_words)} "
-            f"({detect_isolation().notes}); allow namespaces (docs/guides/tasks.md), or require less"
+            f"({detect_isolation().notes}); allow namespaces (docs/guides/tasks.md), or require less "
+            "isolation"
         )
     return required_words

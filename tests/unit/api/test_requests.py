@@ -159,8 +159,8 @@ def test_tables_are_rows(tmp_path: Path) -> None:
     ("settings", "keywords", "problem"),
     [
         (["trainer.lr"], {}, "'trainer.lr' is not an override; write KEY=VALUE"),
-        ([3], {}, "3: unexpected type int; settings are strings or dicts"),
-        ([], {"train": [ROWS[0], "a text"]}, "data.train[1]: unexpected type str; each row is a dict"),
+        ([3], {}, "3: unexpected type int; settings must be strings or dicts"),
+        ([], {"train": [ROWS[0], "a text"]}, "data.train[1]: unexpected type str; each row must be a dict"),
         ([], {"train": []}, "data.train: no rows"),
         ([], {"train": 3}, "data.train: unexpected type int; pass a list of dicts"),
         ([], {"train": [{"day": datetime.date(2026, 1, 1)}]}, "data.train[0].day: Object of type date"),
@@ -205,7 +205,7 @@ def test_rows_may_mix_types_in_what_is_free_and_in_nothing_else(tmp_path: Path) 
     assert [text_question.extra_info, number_question.extra_info] == [{"part": 1}, {"part": "one"}]
     assert text_question.prompt == number_question.prompt
 
-    for prompt, problem in ((5, "must be text, or a non-empty list"), (None, "is null; set a text")):
+    for prompt, problem in ((5, "must be text, a non-empty list"), (None, "is null; provide some text")):
         (path,) = request_of(
             tmp_path, train=[*rows, {"prompt": prompt, "ground_truth": "4"}]
         ).saved_files.values()

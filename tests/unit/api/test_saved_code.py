@@ -226,7 +226,7 @@ def test_other_code_has_another_path(results: dict[str, Any]) -> None:
     ("name", "problem"),
     [
         ("with_table", "with_table uses table, of type object: make it a column of the rows"),
-        ("with_gone", "with_gone uses missing_name, which is not (or no longer) defined"),
+        ("with_gone", "with_gone uses missing_name, which is not (or is no longer) defined"),
         ("inner", "outer.<locals>.inner is defined inside another function or class"),
         ("nameless", "a lambda cannot be loaded by name; write a function"),
         ("old_plain", "plain in __main__ has been replaced or removed"),

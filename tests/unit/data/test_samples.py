@@ -160,7 +160,7 @@ def test_messages_of_different_shapes(tmp_path: Path) -> None:
     [
         (
             {"prompt": None},
-            "no column prompt; found: .*ability.*; map .*{prompt: NAME, ground_truth: NAME}",
+            "no prompt column; found: .*ability.*; map .*{prompt: NAME, ground_truth: NAME}",
         ),
         ({"prompt": []}, "sample 0: column prompt must be"),
         (
@@ -250,7 +250,7 @@ def test_a_prompt_and_its_response_are_a_demonstration(tmp_path: Path) -> None:
     ("row", "complaint"),
     [
         ({"messages": TALK[:2]}, "sample 0: no assistant message"),
-        ({"prompt": "?"}, r"no column messages, and no prompt with a response; found: prompt"),
+        ({"prompt": "?"}, r"no messages column, and no prompt with a response; found: prompt"),
         ({"messages": [{"role": "gpt", "content": "x"}]}, "the role 'gpt'"),
         (
             {"messages": [TALK[2] | {"tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},

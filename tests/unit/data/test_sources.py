@@ -49,7 +49,7 @@ def test_names_that_no_sample_has_are_refused(columns: dict[str, str], complaint
 
 def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", ROW, ROW | {"answer": 2})
-    with pytest.raises(ConfigError, match=r"sample 1: no column answer\.value, .*found: question, answer"):
+    with pytest.raises(ConfigError, match=r"sample 1: no answer\.value column, .*found: question, answer"):
         read(path)
 
 
@@ -60,7 +60,7 @@ def test_columns_of_questions_and_of_conversations_may_be_named_together(tmp_pat
     talks = jsonl(tmp_path / "talks.jsonl", {"talk": conversation})
     assert read(question_path, RowLayout(columns))[0].ground_truth == 2
     assert len(read(talks, RowLayout(columns, demonstrations=True))[0].prompt) == 2
-    with pytest.raises(ConfigError, match="sample 0: no column question"):
+    with pytest.raises(ConfigError, match="sample 0: no question column"):
         read(talks, RowLayout(columns))
     either = RowLayout(columns, demonstrations=None)
     assert not read(question_path, either)[0].demonstration and read(talks, either)[0].given == 0

@@ -168,7 +168,7 @@ async def test_busy_short_and_nonsense():
         with pytest.raises(EngineBusy, match="queue is full"):
             await engine.generate(ask((1,), 4))
         script.streams(event([5], 1, finish=LENGTH), DONE)
-        with pytest.raises(EngineError, match="cut a turn to 1 of 4 tokens"):
+        with pytest.raises(EngineError, match="truncated a turn to 1 of 4 tokens"):
             await engine.generate(ask((1,), 4))
         script.streams(event([5], 1, finish={"type": "stop", "matched": "NaN happened"}), DONE)
         with pytest.raises(EngineError, match="NaN happened"):

@@ -265,7 +265,7 @@ def test_agents_are_named_with_options(tmp_path: Path) -> None:
         ({"command": {"line": "ls", "sandbox": "jail", "show": "~/no"}}, "show '~/no': no such file"),
         (
             {"codex": {"program": "/bin/true", "extra_info": "a"}},
-            "extra_info is for command only: codex reads",
+            "extra_info works only with the agent 'command': codex reads",
         ),
         ({"command": {"line": "ls", "files": "/no/such"}}, "files '/no/such': no such directory"),
         ({"command": {"line": "ls", "env": "=value"}}, "env '=value' contains .* a value without a name"),
@@ -313,7 +313,7 @@ def unknown(sample, endpoint, *, options: Nowhere = None): ...
         ),
         ("long", r"long \(mine.py:9\) takes other arguments \(missing .* 'tools'\)"),
         ("yields", r"yields \(mine.py:10\) yields; it must return"),
-        ("Solver", r"Solver: it cannot be created \(RuntimeError: no key \(mine.py:15\)"),
+        ("Solver", r"Solver: cannot be created \(RuntimeError: no key \(mine.py:15\)"),
         ("Idle", r"mine.py:Idle: its instances cannot be called"),
         ("unknown", "no usable signature .*Nowhere"),
     ],

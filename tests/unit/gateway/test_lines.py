@@ -103,7 +103,7 @@ def test_a_placeholder_in_a_prompt_stays() -> None:
     ],
 )
 def test_a_prompt_that_is_no_argument_is_refused(word: str, prompt: str, why: str) -> None:
-    with pytest.raises(CommandError, match=f"cannot be an argument: .*{why}.*use {{prompt_file}}"):
+    with pytest.raises(CommandError, match=f"cannot be passed as an argument: .*{why}.*use {{prompt_file}}"):
         fill_word(word, {"prompt": prompt})
 
 
@@ -141,7 +141,7 @@ def test_real_programs_get_nasty_prompts_as_they_are(tmp_path: Path) -> None:
                 filled = word.replace("{prompt}", prompt)
                 assert await command(sample, ENDPOINT) == {"file": prompt, "words": [filled]}
             else:
-                with pytest.raises(CommandError, match="cannot be an argument"):
+                with pytest.raises(CommandError, match="cannot be passed as an argument"):
                     await command(sample, ENDPOINT)
 
     async def all_of_them() -> None:

@@ -72,7 +72,7 @@ def test_import_list_and_remove(own: Path, tmp_path: Path, capsys: pytest.Captur
     assert (image.files, image.size) == (4, 4)
 
     assert main(["image", "remove", "base"]) == 0
-    assert capsys.readouterr().out == "base is removed; its image has other names\n"
+    assert capsys.readouterr().out == "base was removed; its image has other names\n"
     assert main(["image", "remove", "other"]) == 2
     assert "'other' is below 1 other images; remove sha256-" in capsys.readouterr().err
     for name in ("t-1", "other"):
@@ -89,7 +89,7 @@ def test_an_image_over_one_has_its_settings(own: Path, tmp_path: Path) -> None:
     assert import_image(tree(tmp_path / "top"), "top", over="base").directory == "/work"
     most = '"over":' + json.dumps([base.digest] * MAX_IMAGES_BELOW)
     described.write_text(described.read_text().replace('"over":[]', most))
-    with pytest.raises(ConfigError, match="it already has 8 images below it"):
+    with pytest.raises(ConfigError, match="8 images already lie below it"):
         import_image(tree(tmp_path / "top"), over="base")
 
 
@@ -99,7 +99,7 @@ def test_a_directory_over_a_link_is_refused_unless_the_link_is_deleted(own: Path
     shutil.rmtree(base / "bin")
     (base / "bin").symlink_to("usr/bin")
     import_image(str(base), "base")
-    with pytest.raises(ConfigError, match="top: 'bin' is a link to 'usr/bin' in the image below"):
+    with pytest.raises(ConfigError, match="top: 'bin' is a link to 'usr/bin' in the underlying image"):
         import_image(top, "top", over="base")
     assert left(own) == []
     archive = tmp_path / "top.tar"

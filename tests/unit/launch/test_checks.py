@@ -350,12 +350,12 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ({"data.test": "nowhere.parquet"}, "data.test: .*nowhere.parquet"),
         (file("t.parquet", "PAR1 no, not really", "data.train"), "t.parquet.*not readable as parquet"),
         (file("train.jsonl", ""), "empty"),
-        (data({"data_source": "d", "text": "q"}), "no column prompt"),
+        (data({"data_source": "d", "text": "q"}), "no prompt column"),
         (rows(4, prompt=[{"role": "bot", "content": "?"}]), "sample 0.*role 'bot'"),
         (rows(4, extra_info={"tools": ["weather"]}), "sample 0.*weather.*rollout.tools"),
         (OTHER_TOOLS, "extra_info"),
-        (rows(3), r"3 samples are fewer .*groups_per_batch \(4\)"),
-        (rows(4, prompt=None), "sample 0: column prompt is null; set a text"),
+        (rows(3), r"3 samples are too few for one batch.*groups_per_batch \(4\)"),
+        (rows(4, prompt=None), "sample 0: column prompt is null; provide some text"),
         (
             file("by_level.py", "def f(completions, *, level): return [level[0]]", "rollout.reward=:f"),
             "data.train: rollout.reward .*f needs the column 'level', but the first sample has .*extra_info",
@@ -406,7 +406,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     ],
     "error: device": [([gpus(0), {"model.device": "cuda"}], "model.device is cuda, but torch sees no GPU")],
     "error: memory": [
-        ([large, MEMORY], r"take 1\.6 GB, but only 1\.5 GB are available; .*model\.lora_rank"),
+        ([large, MEMORY], r"take 1\.6 GB, but only 1\.5 GB is available; .*model\.lora_rank"),
         (
             [large, MEMORY, gpus(1), COLOCATED],
             r"only 1\.5 GB of main memory, to which they are offloaded",

@@ -340,7 +340,7 @@ def test_the_dry_run_warns_of_what_a_micro_batch_takes(model: Path, monkeypatch:
     assert line.level == "ok" and "versions being published take 400.0 MB of main memory" in line.text
     _, short = describe_memory(config(model, trainer={"ranks": 2}), has_gpu=False)
     assert (
-        "2 trainer ranks need 2.6 GB, but only 2.0 GB are available" in short.text
+        "2 trainer ranks need 2.6 GB, but only 2.0 GB is available" in short.text
         and "activation_check" in short.text
     )
     assert short.level == "warning"

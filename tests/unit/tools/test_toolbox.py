@@ -166,7 +166,7 @@ def test_a_tool_with_too_many_calls_left_behind_is_out_of_order(monkeypatch: pyt
     assert asyncio.run(main()) == [
         late_text,
         late_text,
-        "the tool is out of order: 2 earlier calls have not ended",
+        "the tool is not available: 2 earlier calls have not ended",
         None,
     ]
 

@@ -202,7 +202,7 @@ def test_a_gpu_s_copies_lie_one_behind_another_in_memory_that_is_kept(
     own._host_memory = PageLockedMemory(world).reserve
     learner.micro_batch_size = 1000, 4
     with pytest.raises(
-        ConfigError, match=r"engine.colocated: .* more main memory, but only 0.00 GB are free.*; free"
+        ConfigError, match=r"engine.colocated: .* more main memory, but only 0.00 GB is free.*; free"
     ):
         own.offload(nobody)
     assert learner.micro_batch_size == (0, 0), "smaller micro-batches would not help"

@@ -190,7 +190,7 @@ def test_a_wait_that_is_over_is_withdrawn_before_the_rank_computes(
     with pytest.raises(Stopped):
         rank.loop()
     assert seen[:5] == [
-        "it waits: the coordinator's welcome",
+        "it waits: the coordinator's welcome message",
         "it scores: ",
         "it tries: trying the largest micro-batch",
         "it waits: trajectories of step 1",

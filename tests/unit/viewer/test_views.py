@@ -199,7 +199,7 @@ def test_one_that_has_not_landed_or_has_lost_its_turns_says_so(views: Views) -> 
         ("compare", {"to": "9" * 30}, "to=9"),
         ("episodes", {"run": "1"}, "there are 1 runs"),
         ("episodes", {"run": "9" * 5000}, "there are 1 runs"),
-        ("episode", {"uid": "9.9"}, "episode 9.9 is not stored, or no longer"),
+        ("episode", {"uid": "9.9"}, "episode 9.9 is not stored, or is no longer stored"),
     ],
 )
 def test_bad_questions_are_named(views: Views, name: str, query: dict[str, str], why: str) -> None:
