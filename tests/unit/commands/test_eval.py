@@ -130,7 +130,7 @@ def test_a_run_of_another_version_is_refused_with_its_file(run_dir: Path) -> Non
         (["nosuch"], r"^nosuch: no such model, checkpoint or run; .* a run in \S+: mine"),
         (["RUNS/nosuch"], r"/nosuch: no such model, checkpoint or run"),
         (["./nosuch"], r"^./nosuch: no such model"),
-        (["data.path=x"], "unknown key data.path; in asyncrl it is data.test .data=FILE of asyncrl eval"),
+        (["data.path=x"], "unknown key data.path; in asyncrl it is data.test .data=FILE in asyncrl eval"),
         (["model.path=m", "data=x", "samples=3"], "model.path=m: name the model first"),
         (
             [MODEL, "data.path=x", "data.n_samples=2"],

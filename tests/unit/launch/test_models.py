@@ -278,7 +278,7 @@ def test_servers_get_adapters_on_demand_and_where_they_know_all_layers(
     if not served:
         with pytest.raises(
             ConfigError,
-            match=r"weights\.adapters: SGLang supports adapters for no .*set weights.adapters=false",
+            match=r"weights\.adapters: SGLang does not support adapters for any .*set weights.adapters=false",
         ):
             resolved(True, name="sglang")
         return
