@@ -356,8 +356,8 @@ async def test_rank_0_listens_before_the_server_is_asked(spawn, sender, monkeypa
         (
             "2.28.9",
             "invalid usage",
-            r"the trainer has NCCL 2\.29\.7, the server 2\.28\.9, but they must be the same: install one "
-            r"version of torch in both environments, or set weights\.transport=disk",
+            r"the trainer has NCCL 2\.29\.7, the server 2\.28\.9, but they must be the same: install "
+            r"the same version of torch in both environments, or set weights\.transport=disk",
         ),
         ("2.29.7", "invalid usage", r"NCCL error in: .*, NCCL version 2\.29\.7"),
         ("2.28.9", "unhandled system error", r"NCCL error in: .*, NCCL version 2\.28\.9"),
