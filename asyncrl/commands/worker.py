@@ -92,7 +92,8 @@ def run_configuration(enrolled: Enrolled) -> RunConfig:
         return msgspec.json.decode(enrolled.config, type=RunConfig)
     except UNDECODABLE as error:
         raise ConfigError(
-            f"the run's configuration cannot be read here ({error}); install the version that the run uses"
+            f"the run's configuration cannot be read here ({error}); install the version of asyncrl that the "
+            "run uses"
         ) from None
 
 

@@ -171,8 +171,8 @@ def test_one_split_is_recommended(
     monkeypatch.setattr(forecast, "time_savings", lambda *_: {"trainer": 0.3})
     assert cli.main(["plan", str(make_run(tmp_path, "one", 16)), "--devices", "3", "--shift", "9"]) == 0
     out, err = capsys.readouterr()
-    taken = re.search(r"^use (rollout.workers=\d trainer.ranks=\d):", out, re.MULTILINE)
-    assert taken and out.splitlines()[-1].startswith(f"{taken[1]} rollout.slots=")
+    suggestion = re.search(r"^use (rollout.workers=\d trainer.ranks=\d):", out, re.MULTILINE)
+    assert suggestion and out.splitlines()[-1].startswith(f"{suggestion[1]} rollout.slots=")
     assert len({*re.findall(r"workers=\d trainer.ranks=\d", out)}) == 1
     tried = out.partition("tokens/s  s/step")[2].splitlines()[1:-2]
     assert len({tuple(line.split()[:2]) for line in tried}) == 1 and len(tried) > 3

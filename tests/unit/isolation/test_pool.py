@@ -209,10 +209,10 @@ async def test_closing_ends_calls_and_starts_nothing() -> None:
 
 
 async def test_closing_ends_a_start_that_is_waited_for(tmp_path: Path) -> None:
-    begun = tmp_path / "begun"
-    async with pooled(f"say {begun}") as pool:
+    start_file = tmp_path / "begun"
+    async with pooled(f"say {start_file}") as pool:
         call = asyncio.create_task(pool.ask("any"))
-        assert await written_line(begun) == "begun\n"
+        assert await written_line(start_file) == "begun\n"
         await pool.close()
         assert "pool is closed" in await call
 

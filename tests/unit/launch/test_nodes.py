@@ -49,8 +49,8 @@ def placing(nodes: list[Node], *overrides: str) -> NodeAssignment:
 
 def placed(nodes: list[Node], *overrides: str) -> list[str]:
     """The processes of each machine."""
-    said = placing(nodes, *overrides).describe_nodes(nodes)
-    return [line.rpartition(": ")[2] for line in said]
+    node_lines = placing(nodes, *overrides).describe_nodes(nodes)
+    return [line.rpartition(": ")[2] for line in node_lines]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_pool_is_used_by_its_role_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "overrides", "said"),
+    ("gpus", "overrides", "complaint"),
     [
         (
             (2, 0),
@@ -134,19 +134,19 @@ def test_a_pool_is_used_by_its_role_alone() -> None:
     ],
 )
 def test_machines_that_cannot_have_all_are_refused(
-    gpus: tuple[float, ...], overrides: tuple[str, ...], said: str
+    gpus: tuple[float, ...], overrides: tuple[str, ...], complaint: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=complaint):
         placing(machines(*gpus), *overrides)
 
 
 def test_what_a_pool_has_left_is_named() -> None:
     nodes = [*machines(4), Node("2", "10.0.0.2", 1, 1, frozenset(["big"]))]
     keys = ("launch.pools={rollout: big}", "launch.gpus={rollout: 1}", "rollout.workers=2")
-    said = (
+    complaint = (
         r"rollout-1 needs 1 GPU\(s\) on one machine with 'big', but only these are left: 10.0.0.2 0 of 1 \("
     )
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=complaint):
         placing(nodes, *keys)
 
 
@@ -183,7 +183,7 @@ def test_a_process_does_not_wait_for_what_ray_gave_to_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "dialled", "said"),
+    ("overrides", "dialled", "complaint"),
     [
         (
             (),
@@ -198,10 +198,10 @@ def test_a_process_does_not_wait_for_what_ray_gave_to_another() -> None:
         ),
     ],
 )
-def test_what_machines_must_share(overrides: tuple[str, ...], dialled: str, said: str) -> None:
+def test_what_machines_must_share(overrides: tuple[str, ...], dialled: str, complaint: str) -> None:
     nodes = machines(1, 1)
     config = configured("launch=ray", *overrides)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=complaint):
         check_shared_resources(config, nodes, "1", dialled, placing(nodes, *overrides))
     works = (*REACHED, "checkpoint.directory=/shared", *overrides)
     check_shared_resources(configured(*works), nodes, "1", "10.0.0.1", placing(nodes, *overrides))
