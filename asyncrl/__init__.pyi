@@ -86,7 +86,7 @@ class DataKeys(TypedDict, total=False):
     """Custom order of samples in an epoch, `module:function` or `file.py:function`: called with the
     samples, the numbers of the samples drawn, and the epoch, it returns these numbers in a new order."""
     shuffle: bool
-    """Reshuffle the samples in each epoch, with `seed` as the seed."""
+    """Reshuffle the samples in each epoch; `seed` determines the order."""
     epochs: int
     """Passes over the training samples; 0: as many as `total_steps` needs."""
     at_end: Literal["flush", "drop"]

@@ -101,7 +101,7 @@ class DataConfig(Section, frozen=True):
     """Custom order of samples in an epoch, `module:function` or `file.py:function`: called with the samples,
     the numbers of the samples drawn, and the epoch, it returns these numbers in a new order."""
     shuffle: bool = True
-    """Reshuffle the samples in each epoch, with `seed` as the seed."""
+    """Reshuffle the samples in each epoch; `seed` determines the order."""
     epochs: Count = 0
     """Passes over the training samples; 0: as many as `total_steps` needs."""
     at_end: Literal["flush", "drop"] = "flush"
