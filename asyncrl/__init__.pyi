@@ -104,10 +104,10 @@ class RolloutKeys(TypedDict, total=False):
     """Sampling temperature of training episodes. Training uses neither top-p nor top-k, so that recorded
     log-probs match the distribution sampled from."""
     max_new_tokens: int
-    """Token limit of one turn."""
+    """Token limit for one turn."""
     max_tokens: int
-    """Token limit of a row, including prompt and tool replies. An episode has one row, unless its history
-    is rewritten or branches."""
+    """Token limit for a row, including the prompt and tool replies. An episode has one row, unless its
+    history is rewritten or branches."""
     max_turns: int
     """Maximum number of model turns in an episode."""
     max_calls: int
@@ -116,7 +116,7 @@ class RolloutKeys(TypedDict, total=False):
     """Consecutive bad tool calls (malformed, unknown tool, wrong arguments) after which an episode
     ends."""
     max_reply_tokens: int
-    """Token limit of a tool reply or an environment message; longer texts are shortened."""
+    """Token limit for a tool reply or an environment message; longer texts are shortened."""
     cut_replies: Literal["head", "middle", "tail"]
     """Part that is cut out of an overlong tool reply."""
     history: Literal["append", "fork", "fold"]
@@ -156,10 +156,11 @@ class RolloutKeys(TypedDict, total=False):
     """Deadline for one reward call, after which the episode fails with `reward_error`."""
     part_seconds: float
     """A turn that takes longer is saved in parts of this many seconds, so that a lost worker loses less
-    than one part. A value above `episode_timeout` turns this off."""
+    than one part. A value above `episode_timeout` turns parts off."""
     episode_timeout: float
-    """Time limit of one episode, which then ends and is scored, or fails if no turn has finished. An
-    episode that continues after the loss of its worker has only the time that remained."""
+    """Time limit for one episode. When it expires, the episode ends and is scored, or fails if no turn
+    has finished. An episode that continues after the loss of its worker has only the time that
+    remained."""
     retries: int
     """Number of further attempts at an episode that failed through no fault of the policy. Attempts that
     are interrupted because a worker or server is lost, or because the run is stopped, do not count."""
@@ -213,15 +214,15 @@ class BufferKeys(TypedDict, total=False):
     tools or long episodes, a larger max_staleness costs less than a larger budget."""
     on_stale: Literal["mask", "hold", "drop"]
     """What happens to tokens beyond max_staleness when a batch takes them: `mask` gives such tokens
-    weight zero, `hold` makes the batch wait for groups that would exceed the bound, and `drop` drops the
-    trajectory."""
+    weight zero, `hold` makes the batch wait for groups that would otherwise exceed the bound, and `drop`
+    drops the trajectory."""
     group_policy: Literal["auto", "complete", "partial"]
     """`complete`: train on a group when all of its members have ended. `partial`: train on the members
     that have ended by a deadline, and on each late member when it ends. auto: `partial` if the algorithm
     stays unbiased with partial groups and on_stale is mask, otherwise `complete`."""
     group_deadline: float | Literal["auto"]
     """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the
-    baseline. auto: the median time that groups take for all of their members to end."""
+    baseline. auto: the median time until all members of a group have ended."""
     filter_zero_variance: bool
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: int
@@ -357,9 +358,9 @@ class TrainerKeys(TypedDict, total=False):
     grad_clip: float
     """Maximum gradient norm; 0: off."""
     on_spike: Literal["skip", "rollback", "stop"]
-    """After a batch whose gradient norm is not finite or is a spike: skip its optimizer step; drop its
-    episodes, with a recorded reason, and continue from the newest checkpoint with other episodes; or end
-    the run."""
+    """What to do if a batch's gradient norm is not finite or is a spike: skip the optimizer step; drop
+    the batch's episodes, with a recorded reason, and continue from the newest checkpoint with other
+    episodes; or end the run."""
     spike_factor: float
     """A norm above this many times the median of the last 32 batches is a spike; 0: off."""
     micro_batch_tokens: int

@@ -29,10 +29,10 @@ class RolloutConfig(Section, frozen=True):
     """Sampling temperature of training episodes. Training uses neither top-p nor top-k, so that recorded
     log-probs match the distribution sampled from."""
     max_new_tokens: Positive = 1024
-    """Token limit of one turn."""
+    """Token limit for one turn."""
     max_tokens: Positive = 4096
-    """Token limit of a row, including prompt and tool replies. An episode has one row, unless its history is
-    rewritten or branches."""
+    """Token limit for a row, including the prompt and tool replies. An episode has one row, unless its
+    history is rewritten or branches."""
     max_turns: Positive = 16
     """Maximum number of model turns in an episode."""
     max_calls: Positive = 64
@@ -40,7 +40,7 @@ class RolloutConfig(Section, frozen=True):
     max_bad_calls: Positive = 3
     """Consecutive bad tool calls (malformed, unknown tool, wrong arguments) after which an episode ends."""
     max_reply_tokens: Positive = 2048
-    """Token limit of a tool reply or an environment message; longer texts are shortened."""
+    """Token limit for a tool reply or an environment message; longer texts are shortened."""
     cut_replies: Literal["head", "middle", "tail"] = "middle"
     """Part that is cut out of an overlong tool reply."""
     history: Literal["append", "fork", "fold"] = "append"
@@ -80,10 +80,10 @@ class RolloutConfig(Section, frozen=True):
     """Deadline for one reward call, after which the episode fails with `reward_error`."""
     part_seconds: Seconds = 60.0
     """A turn that takes longer is saved in parts of this many seconds, so that a lost worker loses less than
-    one part. A value above `episode_timeout` turns this off."""
+    one part. A value above `episode_timeout` turns parts off."""
     episode_timeout: Seconds = 600.0
-    """Time limit of one episode, which then ends and is scored, or fails if no turn has finished. An episode
-    that continues after the loss of its worker has only the time that remained."""
+    """Time limit for one episode. When it expires, the episode ends and is scored, or fails if no turn has
+    finished. An episode that continues after the loss of its worker has only the time that remained."""
     retries: Count = 2
     """Number of further attempts at an episode that failed through no fault of the policy. Attempts that are
     interrupted because a worker or server is lost, or because the run is stopped, do not count."""

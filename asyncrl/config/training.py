@@ -33,15 +33,15 @@ class BufferConfig(Section, frozen=True):
     or long episodes, a larger max_staleness costs less than a larger budget."""
     on_stale: Literal["mask", "hold", "drop"] = "mask"
     """What happens to tokens beyond max_staleness when a batch takes them: `mask` gives such tokens weight
-    zero, `hold` makes the batch wait for groups that would exceed the bound, and `drop` drops the
+    zero, `hold` makes the batch wait for groups that would otherwise exceed the bound, and `drop` drops the
     trajectory."""
     group_policy: Literal["auto", "complete", "partial"] = "auto"
     """`complete`: train on a group when all of its members have ended. `partial`: train on the members that
     have ended by a deadline, and on each late member when it ends. auto: `partial` if the algorithm stays
     unbiased with partial groups and on_stale is mask, otherwise `complete`."""
     group_deadline: Seconds | Literal["auto"] = "auto"
-    """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the baseline.
-    auto: the median time that groups take for all of their members to end."""
+    """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the
+    baseline. auto: the median time until all members of a group have ended."""
     filter_zero_variance: bool = True
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8
@@ -240,9 +240,9 @@ class TrainerConfig(Section, frozen=True):
     grad_clip: Annotated[float, Meta(ge=0)] = 1.0
     """Maximum gradient norm; 0: off."""
     on_spike: Literal["skip", "rollback", "stop"] = "skip"
-    """After a batch whose gradient norm is not finite or is a spike: skip its optimizer step; drop its
-    episodes, with a recorded reason, and continue from the newest checkpoint with other episodes; or end the
-    run."""
+    """What to do if a batch's gradient norm is not finite or is a spike: skip the optimizer step; drop the
+    batch's episodes, with a recorded reason, and continue from the newest checkpoint with other episodes; or
+    end the run."""
     spike_factor: Annotated[float, Meta(ge=0)] = 0.0
     """A norm above this many times the median of the last 32 batches is a spike; 0: off."""
     micro_batch_tokens: Positive = 8192
