@@ -80,8 +80,8 @@ class DataKeys(TypedDict, total=False):
     """System message for prompts without one."""
     filter_overlong: bool
     """Leave out prompts that leave no room within `rollout.max_tokens` for a turn of
-    `rollout.max_new_tokens`, and demonstrations longer than `rollout.max_tokens`. If false, the checks
-    before the start warn about such samples."""
+    `rollout.max_new_tokens`, and demonstrations longer than `rollout.max_tokens`. If false, the start
+    only warns about such samples."""
     order: Code
     """Custom order of samples in an epoch, `module:function` or `file.py:function`: called with the
     samples, the numbers of the samples drawn, and the epoch, it returns these numbers in a new order."""
@@ -90,8 +90,8 @@ class DataKeys(TypedDict, total=False):
     epochs: int
     """Passes over the training samples; 0: as many as `total_steps` needs."""
     at_end: Literal["flush", "drop"]
-    """What to do with the remaining live groups if the data ends and they do not fill a batch: train on
-    them as a short batch, or drop them (`end_of_data`)."""
+    """If the data ends and the remaining live groups do not fill a batch: train on a short batch, or drop
+    the groups (`end_of_data`)."""
 
 class RolloutKeys(TypedDict, total=False):
     """Episodes: sampling, limits, tools, environment, agent and reward."""
@@ -99,7 +99,7 @@ class RolloutKeys(TypedDict, total=False):
     workers: int
     """Number of rollout worker processes."""
     slots: int
-    """Number of episodes that one worker runs at once."""
+    """Episodes that one worker runs at once."""
     temperature: float
     """Sampling temperature of training episodes. Training uses neither top-p nor top-k, so that recorded
     log-probs match the distribution sampled from."""
@@ -158,12 +158,11 @@ class RolloutKeys(TypedDict, total=False):
     """A turn that takes longer is saved in parts of this many seconds, so that a lost worker loses less
     than one part. A value above `episode_timeout` turns parts off."""
     episode_timeout: float
-    """Time limit for one episode. When it expires, the episode ends and is scored, or fails if no turn
-    has finished. An episode that continues after the loss of its worker has only the time that
-    remained."""
+    """Time limit for one episode, after which the episode ends and is scored, or fails if no turn has
+    finished. An episode that continues after the loss of its worker has only the time that remained."""
     retries: int
-    """Number of further attempts at an episode that failed through no fault of the policy. Attempts that
-    are interrupted because a worker or server is lost, or because the run is stopped, do not count."""
+    """Further attempts at an episode that failed through no fault of the policy. Attempts interrupted by
+    a stop of the run, or by the loss of a worker or server, do not count."""
 
 class EngineKeys(TypedDict, total=False):
     """The inference engines."""
@@ -199,9 +198,9 @@ class BufferKeys(TypedDict, total=False):
     """The replay buffer: batches, groups, staleness."""
 
     groups_per_batch: int
-    """Number of groups (samples) per optimizer batch."""
+    """Groups (samples) per optimizer batch."""
     episodes_per_group: int
-    """Number of episodes per sample."""
+    """Episodes per sample."""
     max_staleness: int
     """Maximum lag of every trained token, in optimizer batches. 0: synchronous. Only tokens in the
     slowest episodes come near this bound; `target_staleness` sets the lag of the others."""
@@ -239,8 +238,8 @@ class BufferKeys(TypedDict, total=False):
     """Admission stops if the worst-case payloads of live episodes would exceed this number of bytes."""
 
 class AlgorithmKeys(TypedDict, total=False):
-    """Advantages, loss and behaviour correction. docs/reference/algorithms.md lists names and options, and
-    explains when to use each."""
+    """Advantages, loss and behaviour correction. For names, options and advice, see
+    docs/reference/algorithms.md."""
 
     advantage: Code
     """Advantage: a name, `module:function` or `file.py:function`, e.g. with options `{gae: {gamma: 0.99,
@@ -267,7 +266,7 @@ class AlgorithmKeys(TypedDict, total=False):
     """Mini-batches per batch and epoch, with one optimizer step each. More than one requires a barrier:
     the whole batch must arrive before the first step."""
     epochs: int
-    """Number of passes over a batch; more than one also requires the barrier."""
+    """Passes over a batch; more than one also requires the barrier."""
     prox: Literal["auto", "recompute", "loglinear", "current", "mu"]
     """Source of log prox: recomputed at the start of the batch, interpolated between mu and pi, pi
     itself, or mu (clips are then centred on mu, without a weight: verl's bypass mode). `auto`: `current`
@@ -337,7 +336,7 @@ class TrainerKeys(TypedDict, total=False):
     lr_end: float
     """Final learning rate as a fraction of the peak."""
     warmup_steps: int
-    """Number of linear warm-up steps."""
+    """Linear warm-up steps."""
     betas: Sequence[float]
     """Decay rates of Adam's moments."""
     weight_decay: float
@@ -358,15 +357,15 @@ class TrainerKeys(TypedDict, total=False):
     grad_clip: float
     """Maximum gradient norm; 0: off."""
     on_spike: Literal["skip", "rollback", "stop"]
-    """What to do if a batch's gradient norm is not finite or is a spike: skip the optimizer step; drop
-    the batch's episodes, with a recorded reason, and continue from the newest checkpoint with other
-    episodes; or end the run."""
+    """If a batch's gradient norm is not finite or is a spike: skip the optimizer step; drop the batch's
+    episodes, with a recorded reason, and continue from the newest checkpoint with other episodes; or end
+    the run."""
     spike_factor: float
     """A norm above this many times the median of the last 32 batches is a spike; 0: off."""
     micro_batch_tokens: int
-    """Number of tokens in a micro-batch (forward and backward), on one rank or on the ranks that share
-    the micro-batch. Padding counts with `packing=padded`; a shared prefix counts once with
-    `packing=tree`. A longer episode becomes a micro-batch of its own."""
+    """Tokens in a micro-batch (forward and backward), on one rank or on the ranks that share the
+    micro-batch. Padding counts with `packing=padded`; a shared prefix counts once with `packing=tree`. A
+    longer episode becomes a micro-batch of its own."""
     packing: Literal["padded", "packed", "tree"]
     """padded: pad the rows of a micro-batch to the length of the longest. packed: concatenate rows. tree:
     compute each shared beginning of rows only once, with all members of a group on one rank. If `packed`
@@ -394,8 +393,8 @@ class StoreKeys(TypedDict, total=False):
     """The run's store: states, plans and turns of its episodes."""
 
     keep_bytes: int
-    """Number of bytes of the newest turns to keep, in segments of 64 MB, for `asyncrl replay` and
-    `regrade` once a resume no longer needs these turns."""
+    """Bytes of the newest turns to keep, in segments of 64 MB, for `asyncrl replay` and `regrade` once a
+    resume no longer needs these turns."""
 
 class WeightsKeys(TypedDict, total=False):
     """How new versions reach the engines."""

@@ -24,7 +24,7 @@ class RolloutConfig(Section, frozen=True):
     workers: Positive = 1
     """Number of rollout worker processes."""
     slots: Positive = 64
-    """Number of episodes that one worker runs at once."""
+    """Episodes that one worker runs at once."""
     temperature: Annotated[float, Meta(gt=0)] = 1.0
     """Sampling temperature of training episodes. Training uses neither top-p nor top-k, so that recorded
     log-probs match the distribution sampled from."""
@@ -82,11 +82,11 @@ class RolloutConfig(Section, frozen=True):
     """A turn that takes longer is saved in parts of this many seconds, so that a lost worker loses less than
     one part. A value above `episode_timeout` turns parts off."""
     episode_timeout: Seconds = 600.0
-    """Time limit for one episode. When it expires, the episode ends and is scored, or fails if no turn has
+    """Time limit for one episode, after which the episode ends and is scored, or fails if no turn has
     finished. An episode that continues after the loss of its worker has only the time that remained."""
     retries: Count = 2
-    """Number of further attempts at an episode that failed through no fault of the policy. Attempts that are
-    interrupted because a worker or server is lost, or because the run is stopped, do not count."""
+    """Further attempts at an episode that failed through no fault of the policy. Attempts interrupted by a
+    stop of the run, or by the loss of a worker or server, do not count."""
 
     @property
     def longest_prompt(self) -> int:

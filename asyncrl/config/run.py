@@ -95,8 +95,8 @@ class DataConfig(Section, frozen=True):
     """System message for prompts without one."""
     filter_overlong: bool = False
     """Leave out prompts that leave no room within `rollout.max_tokens` for a turn of
-    `rollout.max_new_tokens`, and demonstrations longer than `rollout.max_tokens`. If false, the checks
-    before the start warn about such samples."""
+    `rollout.max_new_tokens`, and demonstrations longer than `rollout.max_tokens`. If false, the start only
+    warns about such samples."""
     order: Plugin = ""
     """Custom order of samples in an epoch, `module:function` or `file.py:function`: called with the samples,
     the numbers of the samples drawn, and the epoch, it returns these numbers in a new order."""
@@ -105,8 +105,8 @@ class DataConfig(Section, frozen=True):
     epochs: Count = 0
     """Passes over the training samples; 0: as many as `total_steps` needs."""
     at_end: Literal["flush", "drop"] = "flush"
-    """What to do with the remaining live groups if the data ends and they do not fill a batch: train on them
-    as a short batch, or drop them (`end_of_data`)."""
+    """If the data ends and the remaining live groups do not fill a batch: train on a short batch, or drop
+    the groups (`end_of_data`)."""
 
 
 class WeightsConfig(Section, frozen=True):
@@ -204,8 +204,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     seed: int = 0
     """Seed for data order, sampling and initialisation."""
     total_steps: Count = 100
-    """Number of batches to train on; 0: no training, only one validation of the model as it is (`asyncrl
-    eval`)."""
+    """Batches to train on; 0: no training, only one validation of the model as it is (`asyncrl eval`)."""
     resume: Literal["auto", "never", "must"] = "never"
     """Whether to continue the run with this name: `auto`: if it exists; `never`: an existing run is an
     error; `must`: a missing run is an error."""

@@ -18,9 +18,9 @@ class BufferConfig(Section, frozen=True):
     """The replay buffer: batches, groups, staleness."""
 
     groups_per_batch: Positive = 32
-    """Number of groups (samples) per optimizer batch."""
+    """Groups (samples) per optimizer batch."""
     episodes_per_group: Positive = 8
-    """Number of episodes per sample."""
+    """Episodes per sample."""
     max_staleness: Count = 16
     """Maximum lag of every trained token, in optimizer batches. 0: synchronous. Only tokens in the slowest
     episodes come near this bound; `target_staleness` sets the lag of the others."""
@@ -92,8 +92,8 @@ class BufferConfig(Section, frozen=True):
 
 
 class AlgorithmConfig(Section, frozen=True):
-    """Advantages, loss and behaviour correction. docs/reference/algorithms.md lists names and options, and
-    explains when to use each."""
+    """Advantages, loss and behaviour correction. For names, options and advice, see
+    docs/reference/algorithms.md."""
 
     advantage: Plugin = "dr_grpo"
     """Advantage: a name, `module:function` or `file.py:function`, e.g. with options `{gae: {gamma: 0.99, lam:
@@ -120,7 +120,7 @@ class AlgorithmConfig(Section, frozen=True):
     """Mini-batches per batch and epoch, with one optimizer step each. More than one requires a barrier: the
     whole batch must arrive before the first step."""
     epochs: Positive = 1
-    """Number of passes over a batch; more than one also requires the barrier."""
+    """Passes over a batch; more than one also requires the barrier."""
     prox: Literal["auto", "recompute", "loglinear", "current", "mu"] = "auto"
     """Source of log prox: recomputed at the start of the batch, interpolated between mu and pi, pi itself, or
     mu (clips are then centred on mu, without a weight: verl's bypass mode). `auto`: `current` for one
@@ -219,7 +219,7 @@ class TrainerConfig(Section, frozen=True):
     lr_end: Fraction = 0.1
     """Final learning rate as a fraction of the peak."""
     warmup_steps: Count = 0
-    """Number of linear warm-up steps."""
+    """Linear warm-up steps."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of Adam's moments."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
@@ -240,13 +240,13 @@ class TrainerConfig(Section, frozen=True):
     grad_clip: Annotated[float, Meta(ge=0)] = 1.0
     """Maximum gradient norm; 0: off."""
     on_spike: Literal["skip", "rollback", "stop"] = "skip"
-    """What to do if a batch's gradient norm is not finite or is a spike: skip the optimizer step; drop the
-    batch's episodes, with a recorded reason, and continue from the newest checkpoint with other episodes; or
-    end the run."""
+    """If a batch's gradient norm is not finite or is a spike: skip the optimizer step; drop the batch's
+    episodes, with a recorded reason, and continue from the newest checkpoint with other episodes; or end the
+    run."""
     spike_factor: Annotated[float, Meta(ge=0)] = 0.0
     """A norm above this many times the median of the last 32 batches is a spike; 0: off."""
     micro_batch_tokens: Positive = 8192
-    """Number of tokens in a micro-batch (forward and backward), on one rank or on the ranks that share the
+    """Tokens in a micro-batch (forward and backward), on one rank or on the ranks that share the
     micro-batch. Padding counts with `packing=padded`; a shared prefix counts once with `packing=tree`. A
     longer episode becomes a micro-batch of its own."""
     packing: Packing = "tree"
@@ -268,8 +268,8 @@ class StoreConfig(Section, frozen=True):
     """The run's store: states, plans and turns of its episodes."""
 
     keep_bytes: Count = 1 << 30
-    """Number of bytes of the newest turns to keep, in segments of 64 MB, for `asyncrl replay` and `regrade`
-    once a resume no longer needs these turns."""
+    """Bytes of the newest turns to keep, in segments of 64 MB, for `asyncrl replay` and `regrade` once a
+    resume no longer needs these turns."""
 
 
 class CheckpointConfig(Section, frozen=True):
