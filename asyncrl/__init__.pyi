@@ -59,8 +59,8 @@ class ModelKeys(TypedDict, total=False):
     lora_alpha: float
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_modules: Sequence[str]
-    """Linear layers to adapt, by the last part of their names, e.g. `[q_proj, v_proj]`; empty: all in the
-    text part, except the kinds for which servers do not accept separate adapters."""
+    """Linear layers to adapt, by the last part of their names, e.g. `[q_proj, v_proj]`; empty: all linear
+    layers in the text part, except kinds for which servers do not accept separate adapters."""
 
 class DataKeys(TypedDict, total=False):
     """Prompts, in the same columns as verl's or in others."""
@@ -80,8 +80,8 @@ class DataKeys(TypedDict, total=False):
     """System message for prompts without one."""
     filter_overlong: bool
     """Leave out prompts that leave no room within `rollout.max_tokens` for a turn of
-    `rollout.max_new_tokens`, and demonstrations longer than `rollout.max_tokens`. If false, the start
-    only warns about such samples."""
+    `rollout.max_new_tokens`, and demonstrations longer than `rollout.max_tokens`. If false, asyncrl only
+    warns about such samples."""
     order: Code
     """Custom order of samples in an epoch, `module:function` or `file.py:function`: called with the
     samples, the numbers of the samples drawn, and the epoch, it returns these numbers in a new order."""
@@ -179,16 +179,17 @@ class EngineKeys(TypedDict, total=False):
     """sglang: further arguments for servers that the run starts, without `--`, e.g.
     `{mem-fraction-static: 0.4}` (default: 0.85) if the trainer shares the GPU."""
     server_command: Sequence[str]
-    """sglang: command that starts a server; default: this Python with `-m sglang.launch_server`."""
+    """sglang: command that starts a server; default: the current Python with `-m
+    sglang.launch_server`."""
     colocated: int
     """Number of engines that share the trainer's devices, one side at a time: engines release KV cache
     and weights while the trainer trains, and the trainer's state is in main memory while the engines
     sample. 0: none; otherwise, the number must include all engines: `servers` with sglang,
     `rollout.workers` with torch. `trainer.ranks` must be at least this number (times `tp`)."""
     api_key_env: str
-    """sglang: environment variable with the API key of the servers; empty: no key."""
+    """sglang: environment variable that holds the servers' API key; empty: no key."""
     admin_key_env: str
-    """sglang: environment variable with the admin key of the servers; empty: the API key."""
+    """sglang: environment variable that holds the servers' admin key; empty: the API key."""
     start_timeout: float
     """sglang: deadline for a server to become ready."""
     request_timeout: float
@@ -233,7 +234,7 @@ class BufferKeys(TypedDict, total=False):
     shift_fill: float | Literal["auto"]
     """With engine.colocated: share of a batch's groups that must be ready before the trainer gets the
     devices. auto: all groups, or the groups that are ready once no engine has sampled for as long as the
-    last two changes took."""
+    last two shift changes took."""
     max_bytes: int
     """Admission stops if the worst-case payloads of live episodes would exceed this number of bytes."""
 
@@ -342,9 +343,9 @@ class TrainerKeys(TypedDict, total=False):
     weight_decay: float
     """Weight decay (decoupled in AdamW)."""
     optimizer: Code
-    """A registered name, or a class or function that builds an optimizer from parameters, `lr` and
-    options, e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`. The optimizer also receives `betas` and
-    `weight_decay` if it accepts these."""
+    """Optimizer: a registered name, or a class or function that builds an optimizer from parameters, `lr`
+    and options, e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`. `betas` and `weight_decay` are also passed
+    if the optimizer accepts them."""
     offload_optimizer: bool
     """Keep the shards of weights, gradients and optimizer state in main memory, and run the optimizer on
     the CPU."""

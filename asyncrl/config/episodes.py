@@ -120,16 +120,16 @@ class EngineConfig(Section, frozen=True):
     """sglang: further arguments for servers that the run starts, without `--`, e.g. `{mem-fraction-static:
     0.4}` (default: 0.85) if the trainer shares the GPU."""
     server_command: list[str] = []
-    """sglang: command that starts a server; default: this Python with `-m sglang.launch_server`."""
+    """sglang: command that starts a server; default: the current Python with `-m sglang.launch_server`."""
     colocated: Count = 0
     """Number of engines that share the trainer's devices, one side at a time: engines release KV cache and
     weights while the trainer trains, and the trainer's state is in main memory while the engines sample. 0:
     none; otherwise, the number must include all engines: `servers` with sglang, `rollout.workers` with
     torch. `trainer.ranks` must be at least this number (times `tp`)."""
     api_key_env: str = ""
-    """sglang: environment variable with the API key of the servers; empty: no key."""
+    """sglang: environment variable that holds the servers' API key; empty: no key."""
     admin_key_env: str = ""
-    """sglang: environment variable with the admin key of the servers; empty: the API key."""
+    """sglang: environment variable that holds the servers' admin key; empty: the API key."""
     start_timeout: Seconds = 600.0
     """sglang: deadline for a server to become ready."""
     request_timeout: Seconds = 300.0

@@ -66,8 +66,8 @@ class ModelConfig(Section, frozen=True):
     lora_alpha: Annotated[float, Meta(gt=0)] = 16.0
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_modules: list[str] = []
-    """Linear layers to adapt, by the last part of their names, e.g. `[q_proj, v_proj]`; empty: all in the
-    text part, except the kinds for which servers do not accept separate adapters."""
+    """Linear layers to adapt, by the last part of their names, e.g. `[q_proj, v_proj]`; empty: all linear
+    layers in the text part, except kinds for which servers do not accept separate adapters."""
 
 
 class WeightedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,8 +95,8 @@ class DataConfig(Section, frozen=True):
     """System message for prompts without one."""
     filter_overlong: bool = False
     """Leave out prompts that leave no room within `rollout.max_tokens` for a turn of
-    `rollout.max_new_tokens`, and demonstrations longer than `rollout.max_tokens`. If false, the start only
-    warns about such samples."""
+    `rollout.max_new_tokens`, and demonstrations longer than `rollout.max_tokens`. If false, asyncrl
+    only warns about such samples."""
     order: Plugin = ""
     """Custom order of samples in an epoch, `module:function` or `file.py:function`: called with the samples,
     the numbers of the samples drawn, and the epoch, it returns these numbers in a new order."""

@@ -52,8 +52,8 @@ class BufferConfig(Section, frozen=True):
     (no-positive-resampling); 1: off."""
     shift_fill: Fraction | Literal["auto"] = "auto"
     """With engine.colocated: share of a batch's groups that must be ready before the trainer gets the
-    devices. auto: all groups, or the groups that are ready once no engine has sampled for as long as the last
-    two changes took."""
+    devices. auto: all groups, or the groups that are ready once no engine has sampled for as long as the
+    last two shift changes took."""
     max_bytes: Positive = 1 << 30
     """Admission stops if the worst-case payloads of live episodes would exceed this number of bytes."""
 
@@ -225,9 +225,9 @@ class TrainerConfig(Section, frozen=True):
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     """Weight decay (decoupled in AdamW)."""
     optimizer: Plugin = "adamw"
-    """A registered name, or a class or function that builds an optimizer from parameters, `lr` and options,
-    e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`. The optimizer also receives `betas` and `weight_decay` if
-    it accepts these."""
+    """Optimizer: a registered name, or a class or function that builds an optimizer from parameters, `lr`
+    and options, e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`. `betas` and `weight_decay` are also passed if
+    the optimizer accepts them."""
     offload_optimizer: bool = False
     """Keep the shards of weights, gradients and optimizer state in main memory, and run the optimizer on the
     CPU."""
