@@ -88,7 +88,7 @@ class DataKeys(TypedDict, total=False):
     shuffle: bool
     """Reshuffle the samples in each epoch; `seed` determines the order."""
     epochs: int
-    """Passes over the training samples; 0: as many as `total_steps` needs."""
+    """Passes over the training samples; 0: as many as `total_steps` requires."""
     at_end: Literal["flush", "drop"]
     """If the data ends and the remaining live groups do not fill a batch: train on a short batch, or drop
     the groups (`end_of_data`)."""
@@ -102,7 +102,7 @@ class RolloutKeys(TypedDict, total=False):
     """Episodes that one worker runs at once."""
     temperature: float
     """Sampling temperature of training episodes. Training uses neither top-p nor top-k, so that recorded
-    log-probs match the distribution sampled from."""
+    log-probs match the sampling distribution."""
     max_new_tokens: int
     """Token limit for one turn."""
     max_tokens: int
@@ -121,7 +121,7 @@ class RolloutKeys(TypedDict, total=False):
     """Part that is cut out of an overlong tool reply."""
     history: Literal["append", "fork", "fold"]
     """If a chat template rewrites earlier turns, `append` refuses the template, but `fork` and `fold`
-    begin a new row. A full row ends the episode; with `fold`, the episode continues in a new row without
+    start a new row. A full row ends the episode; with `fold`, the episode continues in a new row without
     the oldest tool replies."""
     max_rows: int
     """Maximum number of rows in an episode, with `history=fork`, `history=fold` or an agent."""
@@ -405,7 +405,7 @@ class WeightsKeys(TypedDict, total=False):
     directory: str | PathLike[str]
     """`shm`: files in /dev/shm; `run`: in the run directory; `auto`: /dev/shm if there is room. Versions
     are copied to other machines. An absolute path must be shared by all machines; the run creates a
-    directory in it."""
+    directory inside it."""
     deadline: float
     """An engine that has not loaded a version within this time is reported, and is sent the newest
     version."""
@@ -465,8 +465,8 @@ class LaunchKeys(TypedDict, total=False):
     ray_address: str
     """Ray cluster to use; empty: start a local one."""
     pools: Mapping[Any, Any]
-    """Ray: resource that machines of a role must have, as set by `ray start --resources='{"NAME": 1}'` or
-    Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
+    """Ray: resource that machines for a role must have, as set by `ray start --resources='{"NAME": 1}'`
+    or Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
     gpus: Mapping[Any, Any]
     """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two workers on one GPU. The default is
     one GPU per rank, `tp` per server, and one per worker with an embedded engine if `model.device` is

@@ -27,7 +27,7 @@ class RolloutConfig(Section, frozen=True):
     """Episodes that one worker runs at once."""
     temperature: Annotated[float, Meta(gt=0)] = 1.0
     """Sampling temperature of training episodes. Training uses neither top-p nor top-k, so that recorded
-    log-probs match the distribution sampled from."""
+    log-probs match the sampling distribution."""
     max_new_tokens: Positive = 1024
     """Token limit for one turn."""
     max_tokens: Positive = 4096
@@ -44,9 +44,9 @@ class RolloutConfig(Section, frozen=True):
     cut_replies: Literal["head", "middle", "tail"] = "middle"
     """Part that is cut out of an overlong tool reply."""
     history: Literal["append", "fork", "fold"] = "append"
-    """If a chat template rewrites earlier turns, `append` refuses the template, but `fork` and `fold` begin a
-    new row. A full row ends the episode; with `fold`, the episode continues in a new row without the oldest
-    tool replies."""
+    """If a chat template rewrites earlier turns, `append` refuses the template, but `fork` and `fold` start
+    a new row. A full row ends the episode; with `fold`, the episode continues in a new row without the
+    oldest tool replies."""
     max_rows: Positive = 8
     """Maximum number of rows in an episode, with `history=fork`, `history=fold` or an agent."""
     tools: list[PathText] = []

@@ -103,7 +103,7 @@ class DataConfig(Section, frozen=True):
     shuffle: bool = True
     """Reshuffle the samples in each epoch; `seed` determines the order."""
     epochs: Count = 0
-    """Passes over the training samples; 0: as many as `total_steps` needs."""
+    """Passes over the training samples; 0: as many as `total_steps` requires."""
     at_end: Literal["flush", "drop"] = "flush"
     """If the data ends and the remaining live groups do not fill a batch: train on a short batch, or drop
     the groups (`end_of_data`)."""
@@ -116,8 +116,8 @@ class WeightsConfig(Section, frozen=True):
     """Publish after every k-th step."""
     directory: RequiredPath = "auto"
     """`shm`: files in /dev/shm; `run`: in the run directory; `auto`: /dev/shm if there is room. Versions are
-    copied to other machines. An absolute path must be shared by all machines; the run creates a directory in
-    it."""
+    copied to other machines. An absolute path must be shared by all machines; the run creates a directory
+    inside it."""
     deadline: Seconds = 60.0
     """An engine that has not loaded a version within this time is reported, and is sent the newest
     version."""
@@ -164,7 +164,7 @@ class LaunchConfig(Section, frozen=True):
     ray_address: str = ""
     """Ray cluster to use; empty: start a local one."""
     pools: dict[Literal["engine", "rollout", "scorer", "trainer"], Text] = {}
-    """Ray: resource that machines of a role must have, as set by `ray start --resources='{"NAME": 1}'` or
+    """Ray: resource that machines for a role must have, as set by `ray start --resources='{"NAME": 1}'` or
     Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
     gpus: dict[Literal["engine", "rollout", "scorer", "trainer"], Annotated[float, Meta(ge=0)]] = {}
     """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two workers on one GPU. The default is one
@@ -206,8 +206,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     total_steps: Count = 100
     """Batches to train on; 0: no training, only one validation of the model as it is (`asyncrl eval`)."""
     resume: Literal["auto", "never", "must"] = "never"
-    """Whether to continue the run with this name: `auto`: if it exists; `never`: an existing run is an
-    error; `must`: a missing run is an error."""
+    """Whether to continue a run of this name. `auto`: if one exists; `never`: an existing run is an error;
+    `must`: a missing run is an error."""
     model: ModelConfig
     agents: dict[AgentName, AgentConfig] = {}
     """LoRA adapters of agents, by the name that the agents send as `model` in their requests, e.g.
