@@ -159,7 +159,7 @@ class RolloutKeys(TypedDict, total=False):
     than one part. A value above `episode_timeout` turns parts off."""
     episode_timeout: float
     """Time limit for one episode, after which the episode ends and is scored, or fails if no turn has
-    finished. An episode that continues after the loss of its worker has only the time that remained."""
+    finished. An episode that continues after the loss of its worker has only the remaining time."""
     retries: int
     """Further attempts at an episode that failed through no fault of the policy. Attempts interrupted by
     a stop of the run, or by the loss of a worker or server, do not count."""
@@ -404,8 +404,8 @@ class WeightsKeys(TypedDict, total=False):
     """Publish after every k-th step."""
     directory: str | PathLike[str]
     """`shm`: files in /dev/shm; `run`: in the run directory; `auto`: /dev/shm if there is room. Versions
-    are copied to other machines. An absolute path must be shared by all machines; the run creates a
-    directory inside it."""
+    are copied to other machines. All machines must share an absolute path, in which the run creates a
+    directory."""
     deadline: float
     """An engine that has not loaded a version within this time is reported, and is sent the newest
     version."""

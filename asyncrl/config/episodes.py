@@ -83,7 +83,7 @@ class RolloutConfig(Section, frozen=True):
     one part. A value above `episode_timeout` turns parts off."""
     episode_timeout: Seconds = 600.0
     """Time limit for one episode, after which the episode ends and is scored, or fails if no turn has
-    finished. An episode that continues after the loss of its worker has only the time that remained."""
+    finished. An episode that continues after the loss of its worker has only the remaining time."""
     retries: Count = 2
     """Further attempts at an episode that failed through no fault of the policy. Attempts interrupted by a
     stop of the run, or by the loss of a worker or server, do not count."""

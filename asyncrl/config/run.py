@@ -116,8 +116,8 @@ class WeightsConfig(Section, frozen=True):
     """Publish after every k-th step."""
     directory: RequiredPath = "auto"
     """`shm`: files in /dev/shm; `run`: in the run directory; `auto`: /dev/shm if there is room. Versions are
-    copied to other machines. An absolute path must be shared by all machines; the run creates a directory
-    inside it."""
+    copied to other machines. All machines must share an absolute path, in which the run creates a
+    directory."""
     deadline: Seconds = 60.0
     """An engine that has not loaded a version within this time is reported, and is sent the newest
     version."""
