@@ -20,11 +20,11 @@ TEACHER_COEF = 0.5  # kl.coef from which kl.reference is a teacher; published pe
 class ScorerConfig(Section, frozen=True):
     """A frozen model on SGLang servers of its own: `reference` for the KL; `teacher` (or several,
     `teacher_NAME`) for distillation, both with the policy's vocabulary; `reward` for a reward model or judge
-    in `rollout.reward`. The settings of `engine` also apply to servers that are started."""
+    in `rollout.reward`. The settings in `engine` also apply to the servers that the run starts."""
 
     path: PathText = ""
     """Model directory or hub repository from which servers are started; with `urls`, the path is only
-    compared with the servers' model."""
+    compared with the model on the servers."""
     urls: list[str] = []
     """Attach to these servers instead of starting any. `[engines]`: the run's engines score with the base
     model of their adapters."""
