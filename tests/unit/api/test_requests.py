@@ -158,7 +158,7 @@ def test_tables_are_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "keywords", "problem"),
     [
-        (["trainer.lr"], {}, "'trainer.lr' is not an override; write KEY=VALUE"),
+        (["trainer.lr"], {}, "'trainer.lr': not an override; write KEY=VALUE"),
         ([3], {}, "3: unexpected type int; settings must be strings or dicts"),
         ([], {"train": [ROWS[0], "a text"]}, "data.train[1]: unexpected type str; each row must be a dict"),
         ([], {"train": []}, "data.train: no rows"),
@@ -169,7 +169,7 @@ def test_tables_are_rows(tmp_path: Path) -> None:
             {"train": [{"prompt": "x", "weight": float("nan")}]},
             "data.train[0].weight: Out of range float",
         ),
-        ([], {"train": closed_rows()}, "data.train: the rows cannot be read (ValueError: I/O operation on"),
+        ([], {"train": closed_rows()}, "data.train: reading the rows failed (ValueError: I/O operation on"),
         ([], {"reward": object()}, "rollout.reward: unexpected type object; pass a function or a class"),
         ([], {"reward": 3}, "rollout.reward: unexpected type int; pass a function or a class"),
         ([], {"reward": [scored]}, "rollout.reward: unexpected type list; pass a function or a class"),
