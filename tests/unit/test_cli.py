@@ -461,7 +461,7 @@ def test_transcripts_are_printed(runs: Path, capsys: pytest.CaptureFixture[str])
     assert cli.main([*command, "--step", "9"]) == 0
     assert "said\u2028at 9" in capsys.readouterr().out
     assert cli.main([*command, "--step", "7"]) == 2
-    assert "transcripts of step 7; steps with transcripts: 9, 10" in capsys.readouterr().err
+    assert "transcripts from step 7; steps with transcripts: 9, 10" in capsys.readouterr().err
 
 
 def test_escape_sequences_of_a_model_are_shown_and_do_not_reach_the_terminal(

@@ -159,7 +159,7 @@ def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
         ({"kl": {"where": "reward"}}, "compares rewards without the KL"),
         (
             {"kl": {"where": "loss", "reference": "t", "coef": 1.0}},
-            r"the policy still learns from these groups through its teacher \(kl.reference, kl.prompt, scorers\)",
+            r"learns from these groups through its teacher \(kl.reference, kl.prompt, scorers\)",
         ),
         (
             {"kl": {"where": "loss", "coef": 1e-3}, "scorers": {"teacher_a": {"path": "t"}}},

@@ -215,7 +215,7 @@ def test_rows_may_mix_types_in_what_is_free_and_in_nothing_else(tmp_path: Path) 
 
 
 def test_a_directory_without_runs_names_the_argument(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such directory; set run_dir= to the parent of run directories"):
+    with pytest.raises(ConfigError, match="no such directory; set run_dir= to the directory that contains"):
         asyncrl.open_run("a", run_dir=tmp_path / "none")
 
 
