@@ -43,7 +43,7 @@ TASKS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "g-silent": ({"test": "exit 0\n"}, ["untouched: task g-silent, even without changes: no verdict"]),
     "h-tries": ({"test": f"#!/bin/bash\n{TRIES}{TEST}", "solve": f"#!/bin/bash\n{TRIES}{SOLVE}"}, []),
-    "i-unsolved": ({"solve": ""}, [r"solved: without solution/solve\.sh"]),
+    "i-unsolved": ({"solve": ""}, [r"solved: solution/solve\.sh is missing"]),
     "j-shown": ({}, ["agents can see /solution"]),
 }
 

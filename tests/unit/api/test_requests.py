@@ -103,7 +103,7 @@ def test_a_text_for_a_group_chooses_its_file(tmp_path: Path) -> None:
 
 
 def test_sft_refuses_another_algorithm(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="asyncrl sft sets algorithm=sft; for algorithm=rloo use"):
+    with pytest.raises(ConfigError, match="asyncrl sft sets algorithm=sft; for algorithm=rloo, use"):
         compose_sft(request_of(tmp_path, algorithm="rloo").overrides, None)
 
 
