@@ -222,7 +222,7 @@ class BufferKeys(TypedDict, total=False):
     stays unbiased with partial groups and on_stale is mask, otherwise `complete`."""
     group_deadline: float | Literal["auto"]
     """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the
-    baseline. auto: the median time that groups take to complete."""
+    baseline. auto: the median time until all members of a group have ended."""
     filter_zero_variance: bool
     """Filter out groups whose rewards are all equal, and refill the batch."""
     max_refill: int
@@ -441,7 +441,7 @@ class ValidationKeys(TypedDict, total=False):
     """Also answer each held-out sample with greedy decoding."""
     success: float
     """An episode succeeds if its score (or `acc`, if the reward reports one) is at least this value. Set
-    this key if scores can be outside 0 to 1. The mean score is also reported."""
+    this key if scores can lie outside the range from 0 to 1. The mean score is also reported."""
 
 class ObserveKeys(TypedDict, total=False):
     """Console and trackers."""
@@ -484,8 +484,8 @@ class LaunchKeys(TypedDict, total=False):
     """Maximum number of restarts per role before the run ends. A restart no longer counts once 10 minutes
     have passed in which a step was completed."""
     threads: int
-    """Number of OpenMP threads in each worker (for an embedded engine) and trainer rank. More threads
-    than cores slow each other down."""
+    """Number of OpenMP threads in each worker (for an embedded engine) and in each trainer rank. The
+    processes slow down if there are more threads than cores."""
     lease: float
     """A worker that is silent for this long loses its episodes. An embedded engine is silent during a
     weight swap."""

@@ -200,7 +200,7 @@ def _ratio_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "algorithm.correction: batch_mean normalises the weights, but no rule sets any; add truncate, "
         "or remove batch_mean": recipe.batch_mean_weight and not recipe.weighted,
         "algorithm.correction: batch_mean would also scale the terms added to the policy loss; remove "
-        "batch_mean, or remove the KL in the loss and the entropy bonus": (
+        "batch_mean, or remove both the KL in the loss and the entropy bonus": (
             recipe.batch_mean_weight and has_other_terms
         ),
         f"{name} never clips with one optimizer step per batch (pi = prox); use reinforce or prox=mu, "

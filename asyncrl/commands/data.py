@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         reward = BENCHMARKS[args.name].reward
     else:
         raise ConfigError(
-            f"{args.name}: no such data set; choose from {', '.join(BENCHMARKS)} and {GYM_PREFIX}TASK"
+            f"{args.name}: no such data set; choose from {', '.join(BENCHMARKS)}, {GYM_PREFIX}TASK"
         )
 
     print(json.dumps(write_splits(args.out, splits)))

@@ -161,4 +161,4 @@ class ValidationConfig(Section, frozen=True):
     """Also answer each held-out sample with greedy decoding."""
     success: float = 1.0
     """An episode succeeds if its score (or `acc`, if the reward reports one) is at least this value. Set
-    this key if scores can be outside 0 to 1. The mean score is also reported."""
+    this key if scores can lie outside the range from 0 to 1. The mean score is also reported."""

@@ -180,8 +180,8 @@ class LaunchConfig(Section, frozen=True):
     """Maximum number of restarts per role before the run ends. A restart no longer counts once 10 minutes
     have passed in which a step was completed."""
     threads: Positive = 1
-    """Number of OpenMP threads in each worker (for an embedded engine) and trainer rank. More threads than
-    cores slow each other down."""
+    """Number of OpenMP threads in each worker (for an embedded engine) and in each trainer rank. The
+    processes slow down if there are more threads than cores."""
     lease: Seconds = 30.0
     """A worker that is silent for this long loses its episodes. An embedded engine is silent during a weight
     swap."""

@@ -40,7 +40,7 @@ class BufferConfig(Section, frozen=True):
     unbiased with partial groups and on_stale is mask, otherwise `complete`."""
     group_deadline: Seconds | Literal["auto"] = "auto"
     """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the
-    baseline. auto: the median time that groups take to complete."""
+    baseline. auto: the median time until all members of a group have ended."""
     filter_zero_variance: bool = True
     """Filter out groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8

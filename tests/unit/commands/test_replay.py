@@ -48,5 +48,5 @@ def test_a_step_is_replayed_with_the_keys_of_its_launch(
     ):
         assert cli.main(["replay", str(tmp_path / "x"), *given]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert [line.removeprefix("steps ") for line in lines if "other keys" in line] == named
+        assert [line.removeprefix("steps ") for line in lines if "different settings" in line] == named
     assert [one.seed for one in seen] == [0, 3, 3, 0] and seen[0] == config and seen[1] == later
