@@ -39,8 +39,8 @@ class ModelKeys(TypedDict, total=False):
     """Directory with config.json, model.safetensors, tokenizer.json and a chat template, or `owner/name`
     on the Hugging Face hub, with `@revision` for a revision other than the newest."""
     template: str | PathLike[str]
-    """Chat template that replaces the model's: a Jinja file, or the built-in `chatml_tools`. Exports
-    contain it."""
+    """Chat template that replaces the model's: a Jinja file, or the built-in `chatml_tools`. Exported
+    models contain this template."""
     template_args: Mapping[Any, Any]
     """Arguments for the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
     dtype: Literal["auto", "float32", "bfloat16"]
@@ -54,8 +54,8 @@ class ModelKeys(TypedDict, total=False):
     fp32_head: bool
     """Compute the trainer's logits in float32 even if `dtype` is bfloat16."""
     lora_rank: int
-    """Rank of low-rank adapters on the linear layers, trained instead of the weights; 0: train all
-    weights."""
+    """Rank of the low-rank adapters on the linear layers, which are trained instead of the weights; 0:
+    train all weights."""
     lora_alpha: float
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_modules: Sequence[str]
@@ -74,10 +74,10 @@ class DataKeys(TypedDict, total=False):
     columns: Mapping[Any, Any]
     """Columns that hold the parts of a sample, e.g. `{prompt: question, ground_truth: answer.value}`."""
     dataset: Code
-    """Custom reader, `module:class` or `file.py:class`: called with the path of each source, it returns
-    an iterable of rows; empty: the readers of the formats above."""
+    """Custom reader, `module:class` or `file.py:class`: the reader is called with the path of each source
+    and returns an iterable of rows; empty: use the readers for the formats above."""
     system_prompt: str
-    """System message for prompts without one."""
+    """System message for prompts that have none."""
     filter_overlong: bool
     """Leave out prompts that leave no room within `rollout.max_tokens` for a turn of
     `rollout.max_new_tokens`, and demonstrations longer than `rollout.max_tokens`. If false, asyncrl only
@@ -99,7 +99,7 @@ class RolloutKeys(TypedDict, total=False):
     workers: int
     """Number of rollout worker processes."""
     slots: int
-    """Episodes that one worker runs at once."""
+    """Number of episodes that one worker runs at once."""
     temperature: float
     """Sampling temperature of training episodes. Training uses neither top-p nor top-k, so that recorded
     log-probs match the sampling distribution."""
@@ -113,12 +113,12 @@ class RolloutKeys(TypedDict, total=False):
     max_calls: int
     """Maximum number of tool calls in an episode."""
     max_bad_calls: int
-    """Consecutive bad tool calls (malformed, unknown tool, wrong arguments) after which an episode
-    ends."""
+    """Number of consecutive bad tool calls (malformed, unknown tool, wrong arguments) after which an
+    episode ends."""
     max_reply_tokens: int
     """Token limit for a tool reply or an environment message; longer texts are shortened."""
     cut_replies: Literal["head", "middle", "tail"]
-    """Part that is cut out of an overlong tool reply."""
+    """Part of an overlong tool reply that is cut out."""
     history: Literal["append", "fork", "fold"]
     """If a chat template rewrites earlier turns, `append` refuses the template, but `fork` and `fold`
     start a new row. A full row ends the episode; with `fold`, the episode continues in a new row without
@@ -128,10 +128,10 @@ class RolloutKeys(TypedDict, total=False):
     tools: Sequence[str | PathLike[str]]
     """Tools: registered names, `module:function`, `file.py:function`, or a folder of such files."""
     tool_args: Mapping[Any, Any]
-    """Constructor arguments by tool, e.g. `{calculator: {latency_mean: 0.3}}`."""
+    """Constructor arguments for each tool, e.g. `{calculator: {latency_mean: 0.3}}`."""
     tool_timeout: float
-    """Deadline for one tool call, after which the episode continues with an error reply, and for one
-    environment step, unless the tool or environment sets its own deadline."""
+    """Deadline for one tool call or environment step, unless the tool or environment sets its own
+    deadline. After a tool call that misses the deadline, the episode continues with an error reply."""
     parser: str
     """Format of the model's tool calls."""
     environment: Code
@@ -144,7 +144,7 @@ class RolloutKeys(TypedDict, total=False):
     `file.py:function`; empty: the worker runs the episode turn by turn."""
     agent_address: str
     """Address on which each worker listens for agents, or a name that each machine resolves to its own
-    address. Use addresses other than 127.0.0.1 in private networks only: nothing is encrypted."""
+    address. Use addresses other than 127.0.0.1 only in private networks, because nothing is encrypted."""
     untrained_agents: Sequence[str | PathLike[str]]
     """Agent requests whose turns are not used for training (titles, commit messages): names or globs of
     their `model`, or a function of the request, `module:function` or `file.py:function`. These requests
@@ -199,9 +199,9 @@ class BufferKeys(TypedDict, total=False):
     """The replay buffer: batches, groups, staleness."""
 
     groups_per_batch: int
-    """Groups (samples) per optimizer batch."""
+    """Number of groups (samples) per optimizer batch."""
     episodes_per_group: int
-    """Episodes per sample."""
+    """Number of episodes per sample."""
     max_staleness: int
     """Maximum lag of every trained token, in optimizer batches. 0: synchronous. Only tokens in the
     slowest episodes come near this bound; `target_staleness` sets the lag of the others."""
@@ -224,10 +224,10 @@ class BufferKeys(TypedDict, total=False):
     """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the
     baseline. auto: the median time until all members of a group have ended."""
     filter_zero_variance: bool
-    """Filter groups whose rewards are all equal, and refill the batch."""
+    """Filter out groups whose rewards are all equal, and refill the batch."""
     max_refill: int
-    """Maximum number of filtered groups per batch, in units of batches; beyond this number, the batch is
-    trained with the groups that are ready."""
+    """Maximum number of filtered groups per batch, as a multiple of the batch size; beyond this limit,
+    the batch is trained with the groups that are ready."""
     retire_pass_rate: float
     """Stop drawing a sample once the share of positive rewards in its group has reached this value
     (no-positive-resampling); 1: off."""
@@ -252,10 +252,10 @@ class AlgorithmKeys(TypedDict, total=False):
     0.28}}`."""
     correction: Mapping[Any, Any] | None
     """Behaviour correction: rules on rho by name, each with its options, e.g. `{mask: {low: 0.5}}`; null:
-    `mask` and `truncate`, or no rule for a loss that contains pi/mu. `{}`: no rule, which is refused for
-    stale data."""
+    `mask` and `truncate`, or no rule for a loss that contains pi/mu. `{}`: no rules, which is an error
+    for stale data."""
     aggregation: str
-    """Aggregation of token losses into one number, exact over the whole batch."""
+    """Aggregation of token losses into one number, exact over the complete batch."""
     shaping: Mapping[Any, Any]
     """Changes to the reward before advantages are computed, by name, each with its options."""
     mask_truncated: bool
@@ -285,15 +285,15 @@ class KLKeys(TypedDict, total=False):
     TRL do."""
     estimator: Literal["auto", "k1", "abs", "k2", "k3", "straight_through", "forward", "reverse", "js"]
     """Estimator per token. `straight_through`: the value of k3 with the gradient of k2. `auto`: k1 in the
-    reward, k2 in the loss, whose gradients are those of the KL. `forward`, `reverse` and `js` (loss
-    only): KL(ref, pi), KL(pi, ref) and Jensen-Shannon over the whole vocabulary."""
+    reward, k2 in the loss, which give the gradient of the KL. `forward`, `reverse` and `js` (loss only):
+    KL(ref, pi), KL(pi, ref) and Jensen-Shannon over the entire vocabulary."""
     top_k: int
     """forward, reverse, js: compare the reference's k most likely tokens, the sampled token, and all
     other tokens as one class; 0: all tokens, which requires the reference in the trainer ranks."""
     coef: float
     """Initial coefficient."""
     target: float
-    """Target KL per token, to which the coefficient adapts; 0: fixed coefficient."""
+    """Target KL per token, toward which the coefficient adapts; 0: keep the coefficient fixed."""
     horizon: int
     """Number of episodes over which the coefficient adapts to `target`."""
     reference: str | PathLike[str]
@@ -312,7 +312,7 @@ class CriticKeys(TypedDict, total=False):
     path: str | PathLike[str]
     """Model directory or hub repository from which the critic starts; empty: model.path."""
     lr: float
-    """Peak learning rate; the schedule is the policy's."""
+    """Peak learning rate; the critic follows the policy's schedule."""
     warmup_steps: int
     """Number of initial batches that train only the critic."""
     clip: float
@@ -327,7 +327,7 @@ class TrainerKeys(TypedDict, total=False):
     """Number of copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), to reduce
     traffic."""
     sequence_parallel: int
-    """Number of ranks that share each micro-batch, each with a part of its packed rows (Ulysses), for
+    """Number of ranks that share each micro-batch, each with a part of the packed rows (Ulysses), for
     long rows."""
     lr: float
     """Peak learning rate."""
@@ -379,8 +379,8 @@ class CheckpointKeys(TypedDict, total=False):
     """Checkpoints and the exports that they contain."""
 
     every: int
-    """Steps between checkpoints; 0: a checkpoint at every 1,000th step and at the end. Turns since the
-    newest checkpoint stay on disk, because a resume needs them."""
+    """Number of steps between checkpoints; 0: a checkpoint at every 1,000th step and at the end. Turns
+    since the newest checkpoint stay on disk, because a resume needs them."""
     keep: int
     """Number of newest checkpoints to keep."""
     best: bool
@@ -401,7 +401,7 @@ class WeightsKeys(TypedDict, total=False):
     """How new versions reach the engines."""
 
     every: int
-    """Publish after every k-th step."""
+    """Publish the weights after every k-th step."""
     directory: str | PathLike[str]
     """`shm`: files in /dev/shm; `run`: in the run directory; `auto`: /dev/shm if there is room. Versions
     are copied to other machines. All machines must share an absolute path, in which the run creates a
@@ -412,11 +412,12 @@ class WeightsKeys(TypedDict, total=False):
     transport: Literal["disk", "collective"]
     """`disk`: through files. `collective` (sglang only): broadcast through a process group per server."""
     full_every: int
-    """disk: publish every k-th version in full, and only the changed bytes of the others, compressed."""
+    """disk: publish every k-th version in full; of the other versions, publish only the changed bytes,
+    compressed."""
     bucket_bytes: int
     """Approximate size of the buckets in which tensors are gathered, written and broadcast."""
     mode: Literal["in_place", "retract", "abort"]
-    """sglang: requests in progress at an update keep their KV cache (`in_place`), recompute it
+    """sglang: at an update, requests in progress keep their KV cache (`in_place`), recompute it
     (`retract`), or are aborted and resumed (`abort`)."""
     rolling: bool
     """Update servers one after another, so that generation never stops on all servers at once."""
@@ -429,12 +430,13 @@ class ValidationKeys(TypedDict, total=False):
     """Held-out episodes, run before and after training by the same workers at one fixed version."""
 
     every: int
-    """Steps between further validations during training; 0: none."""
+    """Number of steps between further validations during training; 0: none."""
     samples: int
-    """Held-out samples per validation, each answered as in training and greedily; 0: no validation."""
+    """Number of held-out samples per validation. Each sample is answered as in training and, with
+    `greedy`, also by greedy decoding. 0: no validation."""
     episodes: int
-    """Episodes per held-out sample that are sampled as in training; 2 or more add `mean@k`, `pass@k` and
-    `maj@k`."""
+    """Number of episodes per held-out sample that are sampled as in training; 2 or more add `mean@k`,
+    `pass@k` and `maj@k`."""
     greedy: bool
     """Also answer each held-out sample with greedy decoding."""
     success: float
@@ -453,7 +455,8 @@ class ObserveKeys(TypedDict, total=False):
         ]
     ]
     """Trackers in addition to metrics.jsonl. wandb and swanlab need a login or offline mode
-    (`WANDB_MODE=offline`); the others, except tensorboard, get only numbers and the configuration."""
+    (`WANDB_MODE=offline`); the other trackers, except tensorboard, get only numbers and the
+    configuration."""
     project: str
     """Project name for trackers."""
 
@@ -461,9 +464,9 @@ class LaunchKeys(TypedDict, total=False):
     """Processes and their supervision."""
 
     kind: Literal["local", "ray"]
-    """Local subprocesses, or Ray actors."""
+    """Run the processes as local subprocesses, or as Ray actors."""
     ray_address: str
-    """Ray cluster to use; empty: start a local one."""
+    """Address of the Ray cluster to use; empty: start a local cluster."""
     pools: Mapping[Any, Any]
     """Ray: resource that machines for a role must have, as set by `ray start --resources='{"NAME": 1}'`
     or Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
@@ -491,7 +494,7 @@ class LaunchKeys(TypedDict, total=False):
     MB/s."""
     stop_timeout: float
     """Deadline for a graceful stop, which writes a checkpoint (12 bytes per parameter) after any
-    checkpoint that is already being written. A second Ctrl-C ends the run at once."""
+    checkpoint that is already being written. A second Ctrl-C kills the run immediately."""
     stall_timeout: float
     """A run that shows no sign of life for this long, beyond the longest deadline of any wait, has
     stalled: hanging processes are replaced, or the run ends with a checkpoint."""

@@ -265,7 +265,7 @@ def remax(episode: AdvantageInput) -> AdvantageValues:
     Use: small groups, down to one episode, at the cost of one extra episode per sample. Any staleness.
     """
     if episode.greedy is None:
-        raise ProtocolError("advantage remax: an episode lacks the reward of its greedy episode")
+        raise ProtocolError("advantage remax: an episode has no reward from a greedy episode")
     return to_go(episode.rewards) - episode.greedy
 
 
@@ -281,7 +281,7 @@ def gae(
     policy in training, but the rewards come from the policy that acted.
     """
     if episode.values is None:
-        raise ProtocolError("advantage gae: an episode lacks the values of the critic")
+        raise ProtocolError("advantage gae: an episode has no values from the critic")
     discount = _discounts(episode.turn, gamma, turn_gamma)
     next_values = np.append(episode.values[1:], 0.0)[: len(episode.values)]
     return returns(episode.rewards + discount * next_values - episode.values, lam * discount)
@@ -332,7 +332,7 @@ def optimal_token_baseline(episode: AdvantageInput) -> AdvantageValues:
 
     if not member_count.all():
         raise ProtocolError(
-            "advantage optimal_token_baseline: an episode lacks the traces that the rest of its group has"
+            "advantage optimal_token_baseline: an episode has no traces, but other members of its group do"
         )
     has_weight = norm_sum > 0
 

@@ -137,7 +137,7 @@ def tba(tokens: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
 
 
 def _prepared(tokens: LossInput) -> torch.Tensor:
-    assert tokens.prepared is not None, "the loss looks at the whole batch first"
+    assert tokens.prepared is not None, "the loss needs values prepared from the complete batch"
     return tokens.prepared
 
 

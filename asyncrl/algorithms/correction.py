@@ -100,14 +100,15 @@ def select_rules(named_rules: Mapping[str, Mapping[str, Any]], where: str) -> li
         low, high = (bound.keywords.get(limit) for limit in ("low", "high"))
         if low is not None and high is not None and low > high:
             raise ConfigError(
-                f"{where}.{name}: low {low} is above high {high}, so nothing would be kept; swap them"
+                f"{where}.{name}: low ({low}) is above high ({high}), so no token would be kept; swap "
+                "the two values"
             )
         selected_rules.append(replace(rule, of=bound))
 
     if sum(rule.kind == "weight" for rule in selected_rules) > 1:
         raise ConfigError(
-            f"{where}: {', '.join(named_rules)} contain two weights, so rho would be counted twice; "
-            "keep one of them"
+            f"{where}: {', '.join(named_rules)} contain two weights, so rho would be applied twice; "
+            "keep only one of the two"
         )
 
     return selected_rules

@@ -15,7 +15,7 @@ class AgentConfig(Section, frozen=True):
     """An agent that has its own adapter."""
 
     lora_rank: Positive
-    """Rank of the adapter, which is scaled by model.lora_alpha / this rank."""
+    """Rank of the adapter. The adapter is scaled by model.lora_alpha divided by this rank."""
 
 
 class RolloutConfig(Section, frozen=True):
@@ -24,7 +24,7 @@ class RolloutConfig(Section, frozen=True):
     workers: Positive = 1
     """Number of rollout worker processes."""
     slots: Positive = 64
-    """Episodes that one worker runs at once."""
+    """Number of episodes that one worker runs at once."""
     temperature: Annotated[float, Meta(gt=0)] = 1.0
     """Sampling temperature of training episodes. Training uses neither top-p nor top-k, so that recorded
     log-probs match the sampling distribution."""
@@ -38,11 +38,12 @@ class RolloutConfig(Section, frozen=True):
     max_calls: Positive = 64
     """Maximum number of tool calls in an episode."""
     max_bad_calls: Positive = 3
-    """Consecutive bad tool calls (malformed, unknown tool, wrong arguments) after which an episode ends."""
+    """Number of consecutive bad tool calls (malformed, unknown tool, wrong arguments) after which an episode
+    ends."""
     max_reply_tokens: Positive = 2048
     """Token limit for a tool reply or an environment message; longer texts are shortened."""
     cut_replies: Literal["head", "middle", "tail"] = "middle"
-    """Part that is cut out of an overlong tool reply."""
+    """Part of an overlong tool reply that is cut out."""
     history: Literal["append", "fork", "fold"] = "append"
     """If a chat template rewrites earlier turns, `append` refuses the template, but `fork` and `fold` start
     a new row. A full row ends the episode; with `fold`, the episode continues in a new row without the
@@ -52,10 +53,10 @@ class RolloutConfig(Section, frozen=True):
     tools: list[PathText] = []
     """Tools: registered names, `module:function`, `file.py:function`, or a folder of such files."""
     tool_args: dict[str, Options] = {}
-    """Constructor arguments by tool, e.g. `{calculator: {latency_mean: 0.3}}`."""
+    """Constructor arguments for each tool, e.g. `{calculator: {latency_mean: 0.3}}`."""
     tool_timeout: Seconds = 30.0
-    """Deadline for one tool call, after which the episode continues with an error reply, and for one
-    environment step, unless the tool or environment sets its own deadline."""
+    """Deadline for one tool call or environment step, unless the tool or environment sets its own deadline.
+    After a tool call that misses the deadline, the episode continues with an error reply."""
     parser: str = "hermes"
     """Format of the model's tool calls."""
     environment: Plugin = ""
@@ -68,7 +69,7 @@ class RolloutConfig(Section, frozen=True):
     empty: the worker runs the episode turn by turn."""
     agent_address: Text = "127.0.0.1"
     """Address on which each worker listens for agents, or a name that each machine resolves to its own
-    address. Use addresses other than 127.0.0.1 in private networks only: nothing is encrypted."""
+    address. Use addresses other than 127.0.0.1 only in private networks, because nothing is encrypted."""
     untrained_agents: list[PathText] = []
     """Agent requests whose turns are not used for training (titles, commit messages): names or globs of
     their `model`, or a function of the request, `module:function` or `file.py:function`. These requests have
@@ -149,12 +150,13 @@ class ValidationConfig(Section, frozen=True):
     """Held-out episodes, run before and after training by the same workers at one fixed version."""
 
     every: Count = 0
-    """Steps between further validations during training; 0: none."""
+    """Number of steps between further validations during training; 0: none."""
     samples: Count = 256
-    """Held-out samples per validation, each answered as in training and greedily; 0: no validation."""
+    """Number of held-out samples per validation. Each sample is answered as in training and, with `greedy`,
+    also by greedy decoding. 0: no validation."""
     episodes: Positive = 1
-    """Episodes per held-out sample that are sampled as in training; 2 or more add `mean@k`, `pass@k` and
-    `maj@k`."""
+    """Number of episodes per held-out sample that are sampled as in training; 2 or more add `mean@k`,
+    `pass@k` and `maj@k`."""
     greedy: bool = True
     """Also answer each held-out sample with greedy decoding."""
     success: float = 1.0

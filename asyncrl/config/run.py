@@ -46,8 +46,8 @@ class ModelConfig(Section, frozen=True):
     """Directory with config.json, model.safetensors, tokenizer.json and a chat template, or `owner/name` on
     the Hugging Face hub, with `@revision` for a revision other than the newest."""
     template: PathText = ""
-    """Chat template that replaces the model's: a Jinja file, or the built-in `chatml_tools`. Exports contain
-    it."""
+    """Chat template that replaces the model's: a Jinja file, or the built-in `chatml_tools`. Exported models
+    contain this template."""
     template_args: Options = {}
     """Arguments for the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
@@ -61,8 +61,8 @@ class ModelConfig(Section, frozen=True):
     fp32_head: bool = False
     """Compute the trainer's logits in float32 even if `dtype` is bfloat16."""
     lora_rank: Count = 0
-    """Rank of low-rank adapters on the linear layers, trained instead of the weights; 0: train all
-    weights."""
+    """Rank of the low-rank adapters on the linear layers, which are trained instead of the weights; 0: train
+    all weights."""
     lora_alpha: Annotated[float, Meta(gt=0)] = 16.0
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_modules: list[str] = []
@@ -89,10 +89,10 @@ class DataConfig(Section, frozen=True):
     columns: dict[str, str] = {}
     """Columns that hold the parts of a sample, e.g. `{prompt: question, ground_truth: answer.value}`."""
     dataset: Plugin = ""
-    """Custom reader, `module:class` or `file.py:class`: called with the path of each source, it returns an
-    iterable of rows; empty: the readers of the formats above."""
+    """Custom reader, `module:class` or `file.py:class`: the reader is called with the path of each source
+    and returns an iterable of rows; empty: use the readers for the formats above."""
     system_prompt: str = ""
-    """System message for prompts without one."""
+    """System message for prompts that have none."""
     filter_overlong: bool = False
     """Leave out prompts that leave no room within `rollout.max_tokens` for a turn of
     `rollout.max_new_tokens`, and demonstrations longer than `rollout.max_tokens`. If false, asyncrl
@@ -113,7 +113,7 @@ class WeightsConfig(Section, frozen=True):
     """How new versions reach the engines."""
 
     every: Positive = 1
-    """Publish after every k-th step."""
+    """Publish the weights after every k-th step."""
     directory: RequiredPath = "auto"
     """`shm`: files in /dev/shm; `run`: in the run directory; `auto`: /dev/shm if there is room. Versions are
     copied to other machines. All machines must share an absolute path, in which the run creates a
@@ -124,11 +124,12 @@ class WeightsConfig(Section, frozen=True):
     transport: Literal["disk", "collective"] = "disk"
     """`disk`: through files. `collective` (sglang only): broadcast through a process group per server."""
     full_every: Positive = 1
-    """disk: publish every k-th version in full, and only the changed bytes of the others, compressed."""
+    """disk: publish every k-th version in full; of the other versions, publish only the changed bytes,
+    compressed."""
     bucket_bytes: Annotated[int, Meta(ge=1 << 10)] = 256 << 20
     """Approximate size of the buckets in which tensors are gathered, written and broadcast."""
     mode: Literal["in_place", "retract", "abort"] = "in_place"
-    """sglang: requests in progress at an update keep their KV cache (`in_place`), recompute it (`retract`),
+    """sglang: at an update, requests in progress keep their KV cache (`in_place`), recompute it (`retract`),
     or are aborted and resumed (`abort`)."""
     rolling: bool = True
     """Update servers one after another, so that generation never stops on all servers at once."""
@@ -151,7 +152,8 @@ class ObserveConfig(Section, frozen=True):
     bad transcripts); elsewhere, one line per step."""
     trackers: list[Tracker] = []
     """Trackers in addition to metrics.jsonl. wandb and swanlab need a login or offline mode
-    (`WANDB_MODE=offline`); the others, except tensorboard, get only numbers and the configuration."""
+    (`WANDB_MODE=offline`); the other trackers, except tensorboard, get only numbers and the
+    configuration."""
     project: Text = "asyncrl"
     """Project name for trackers."""
 
@@ -160,9 +162,9 @@ class LaunchConfig(Section, frozen=True):
     """Processes and their supervision."""
 
     kind: Literal["local", "ray"] = "local"
-    """Local subprocesses, or Ray actors."""
+    """Run the processes as local subprocesses, or as Ray actors."""
     ray_address: str = ""
-    """Ray cluster to use; empty: start a local one."""
+    """Address of the Ray cluster to use; empty: start a local cluster."""
     pools: dict[Literal["engine", "rollout", "scorer", "trainer"], Text] = {}
     """Ray: resource that machines for a role must have, as set by `ray start --resources='{"NAME": 1}'` or
     Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
@@ -188,7 +190,7 @@ class LaunchConfig(Section, frozen=True):
     MB/s."""
     stop_timeout: Seconds = 600.0
     """Deadline for a graceful stop, which writes a checkpoint (12 bytes per parameter) after any checkpoint
-    that is already being written. A second Ctrl-C ends the run at once."""
+    that is already being written. A second Ctrl-C kills the run immediately."""
     stall_timeout: Seconds = 300.0
     """A run that shows no sign of life for this long, beyond the longest deadline of any wait, has stalled:
     hanging processes are replaced, or the run ends with a checkpoint."""
@@ -200,7 +202,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     name: Text
     """Name of the run; its directory is `<run_dir>/<name>`."""
     run_dir: RequiredPath = "runs"
-    """Parent directory of run directories, on a local disk."""
+    """Directory that contains the run directories, on a local disk."""
     seed: int = 0
     """Seed for data order, sampling and initialisation."""
     total_steps: Count = 100
@@ -361,5 +363,6 @@ def read_config(run_dir: Path) -> RunConfig:
             return msgspec.convert(with_current_keys(recorded), RunConfig)
     except (OSError, *UNDECODABLE) as error:
         raise ConfigError(
-            f"{path}: cannot be read by this version ({one_line(error)}); use the version that wrote it"
+            f"{path}: this version of asyncrl cannot read the file ({one_line(error)}); use the version "
+            "that wrote it"
         ) from None

@@ -18,9 +18,9 @@ class BufferConfig(Section, frozen=True):
     """The replay buffer: batches, groups, staleness."""
 
     groups_per_batch: Positive = 32
-    """Groups (samples) per optimizer batch."""
+    """Number of groups (samples) per optimizer batch."""
     episodes_per_group: Positive = 8
-    """Episodes per sample."""
+    """Number of episodes per sample."""
     max_staleness: Count = 16
     """Maximum lag of every trained token, in optimizer batches. 0: synchronous. Only tokens in the slowest
     episodes come near this bound; `target_staleness` sets the lag of the others."""
@@ -43,10 +43,10 @@ class BufferConfig(Section, frozen=True):
     """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the
     baseline. auto: the median time until all members of a group have ended."""
     filter_zero_variance: bool = True
-    """Filter groups whose rewards are all equal, and refill the batch."""
+    """Filter out groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8
-    """Maximum number of filtered groups per batch, in units of batches; beyond this number, the batch is
-    trained with the groups that are ready."""
+    """Maximum number of filtered groups per batch, as a multiple of the batch size; beyond this limit, the
+    batch is trained with the groups that are ready."""
     retire_pass_rate: Fraction = 1.0
     """Stop drawing a sample once the share of positive rewards in its group has reached this value
     (no-positive-resampling); 1: off."""
@@ -105,10 +105,10 @@ class AlgorithmConfig(Section, frozen=True):
     0.28}}`."""
     correction: dict[str, Options] | None = None
     """Behaviour correction: rules on rho by name, each with its options, e.g. `{mask: {low: 0.5}}`; null:
-    `mask` and `truncate`, or no rule for a loss that contains pi/mu. `{}`: no rule, which is refused for
+    `mask` and `truncate`, or no rule for a loss that contains pi/mu. `{}`: no rules, which is an error for
     stale data."""
     aggregation: Text = "token_mean"
-    """Aggregation of token losses into one number, exact over the whole batch."""
+    """Aggregation of token losses into one number, exact over the complete batch."""
     shaping: dict[str, Options] = {}
     """Changes to the reward before advantages are computed, by name, each with its options."""
     mask_truncated: bool = False
@@ -157,15 +157,15 @@ class KLConfig(Section, frozen=True):
         "auto"
     )
     """Estimator per token. `straight_through`: the value of k3 with the gradient of k2. `auto`: k1 in the
-    reward, k2 in the loss, whose gradients are those of the KL. `forward`, `reverse` and `js` (loss only):
-    KL(ref, pi), KL(pi, ref) and Jensen-Shannon over the whole vocabulary."""
+    reward, k2 in the loss, which give the gradient of the KL. `forward`, `reverse` and `js` (loss only):
+    KL(ref, pi), KL(pi, ref) and Jensen-Shannon over the entire vocabulary."""
     top_k: Annotated[int, Meta(ge=0, le=256)] = 0
     """forward, reverse, js: compare the reference's k most likely tokens, the sampled token, and all other
     tokens as one class; 0: all tokens, which requires the reference in the trainer ranks."""
     coef: Annotated[float, Meta(ge=0)] = 1e-3
     """Initial coefficient."""
     target: Annotated[float, Meta(ge=0)] = 0.0
-    """Target KL per token, to which the coefficient adapts; 0: fixed coefficient."""
+    """Target KL per token, toward which the coefficient adapts; 0: keep the coefficient fixed."""
     horizon: Positive = 10_000
     """Number of episodes over which the coefficient adapts to `target`."""
     reference: PathText = ""
@@ -193,7 +193,7 @@ class CriticConfig(Section, frozen=True):
     path: PathText = ""
     """Model directory or hub repository from which the critic starts; empty: model.path."""
     lr: Annotated[float, Meta(gt=0)] = 1e-5
-    """Peak learning rate; the schedule is the policy's."""
+    """Peak learning rate; the critic follows the policy's schedule."""
     warmup_steps: Count = 0
     """Number of initial batches that train only the critic."""
     clip: Annotated[float, Meta(ge=0)] = 0.2
@@ -209,7 +209,7 @@ class TrainerConfig(Section, frozen=True):
     """Number of copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), to reduce
     traffic."""
     sequence_parallel: Positive = 1
-    """Number of ranks that share each micro-batch, each with a part of its packed rows (Ulysses), for long
+    """Number of ranks that share each micro-batch, each with a part of the packed rows (Ulysses), for long
     rows."""
     lr: Annotated[float, Meta(gt=0)] = 1e-6
     """Peak learning rate."""
@@ -276,8 +276,8 @@ class CheckpointConfig(Section, frozen=True):
     """Checkpoints and the exports that they contain."""
 
     every: Count = 50
-    """Steps between checkpoints; 0: a checkpoint at every 1,000th step and at the end. Turns since the newest
-    checkpoint stay on disk, because a resume needs them."""
+    """Number of steps between checkpoints; 0: a checkpoint at every 1,000th step and at the end. Turns since
+    the newest checkpoint stay on disk, because a resume needs them."""
     keep: Positive = 2
     """Number of newest checkpoints to keep."""
     best: bool = False

@@ -72,7 +72,7 @@ def test_import_list_and_remove(own: Path, tmp_path: Path, capsys: pytest.Captur
     assert (image.files, image.size) == (4, 4)
 
     assert main(["image", "remove", "base"]) == 0
-    assert capsys.readouterr().out == "base was removed; its image has other names\n"
+    assert capsys.readouterr().out == "base was removed; the image still has other names\n"
     assert main(["image", "remove", "other"]) == 2
     assert "'other' is below 1 other images; remove sha256-" in capsys.readouterr().err
     for name in ("t-1", "other"):
@@ -225,8 +225,8 @@ def test_the_help_has_the_unit_and_default_of_each_bound(capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main(["image", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "--mib N import: fail above N MiB of files in all layers (default: 16384)" in shown
-    assert "--seconds N import: fail above N seconds for unpacking (default: 1800)" in shown
+    assert "--mib N import: allow at most N MiB of files in all layers (default: 16384)" in shown
+    assert "--seconds N import: allow at most N seconds for unpacking (default: 1800)" in shown
 
 
 def test_more_than_the_bound(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
