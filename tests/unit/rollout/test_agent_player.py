@@ -332,7 +332,7 @@ def test_one_number_is_the_reward_of_all_and_a_missing_agent_is_reported() -> No
     assert AgentBench(duel).finished().result.agents == ()
     reason, detail = reason_of(AgentBench(duel, reward=lambda given: {"white": 1.0, "blak": -1.0}))
     assert reason is FailReason.REWARD_ERROR
-    assert detail.startswith("the reward is a dict of white, blak, but lacks 'black': return 'score', or")
+    assert detail.startswith("the reward is a dict with the keys white, blak, but lacks 'black'; return 'score', or")
 
 
 # -- agents that fail --------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str]] = {
     "given argument": ("qwen3", (), {"template_args": GIVEN}, r"rejects .* multiple values"),
     "own template": (
         *("gemma3", (), {"template": read_template("chatml_tools", "--")}),
-        r"model\.template: .* does not end the assistant",
+        r"model\.template: .* does not mark the end of the assistant",
     ),
     "syntax": ("gemma3", (), {"template": "{% for %}"}, r"model\.template: .*TemplateSyntaxError"),
     "generation": ("qwen2.5", (), {"generation_config.json": "{"}, UNREADABLE),
@@ -117,7 +117,7 @@ def test_a_model_without_tools_in_its_template_is_offered_one(tmp_path: Path) ->
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(tmp_path)
     (warning,) = check_chat(parts_of(tmp_path, "calculator"), FIRST)
-    assert "does not show the tools to the model: set model.template=chatml_tools" in warning
+    assert "does not show the tools to the model; set model.template=chatml_tools" in warning
     own_template = read_template("chatml_tools", "--")
     assert check_chat(parts_of(tmp_path, "calculator", template=own_template), FIRST) == []
 
