@@ -324,7 +324,7 @@ def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(
 
     def order(epoch: int) -> list[int]:
         if epoch:
-            raise ConfigError("data.order: mine.py:hook of epoch 1 failed")
+            raise ConfigError("data.order: mine.py:hook, epoch 1: failed")
         return [0, 1, 2, 3]
 
     trained(coordinator, 3)
@@ -344,7 +344,7 @@ def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(
     tick(coordinator, 1.0)
     assert coordinator.lifecycle.outcome == "failed"
     assert coordinator.lifecycle.error == (
-        "data.order: mine.py:hook of epoch 1 failed; fix the error, then continue with resume=auto"
+        "data.order: mine.py:hook, epoch 1: failed; fix the error, then continue with resume=auto"
     )
 
 

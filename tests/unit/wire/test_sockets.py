@@ -219,7 +219,7 @@ def test_a_gate_that_dies_ends_its_process_by_name(
     assert exit_codes.get(timeout=30) == 1
     assert "TypeError" in caplog.text
     assert (
-        caplog.messages[-1].splitlines()[-1].startswith("thread 'gate' failed, which ends this process: Type")
+        caplog.messages[-1].splitlines()[-1].startswith("thread 'gate' failed; exiting: Type")
     )
 
 
