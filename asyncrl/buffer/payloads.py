@@ -104,8 +104,8 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
         )
         if not sizes_match or byte_counts[1] > MAX_TOP_TOKENS * logprob_bytes:
             raise ProtocolError(
-                f"{subject}: the scores have {byte_counts} bytes, which does not fit {logprob_bytes} bytes of "
-                "log-probs"
+                f"{subject}: the scores have {byte_counts} bytes, which does not fit {logprob_bytes} bytes "
+                "of log-probs"
             )
         if (lowest_id := np.frombuffer(scores.ids, "<i4").min(initial=0)) < 0:
             raise ProtocolError(f"{subject}: the scores contain {lowest_id}, which is not a valid token ID")
@@ -147,7 +147,9 @@ def _check_sampled(subject: str, sampled: Generation, vocabulary: int) -> None:
     if sampled.ids and max(sampled.ids) >= vocabulary:
         raise ProtocolError(f"{subject}: {max(sampled.ids)} is not a valid token ID")
     if any(span.version < 0 for span in sampled.spans):
-        raise ProtocolError(f"{subject}: versions must not be negative: {[span.version for span in sampled.spans]}")
+        raise ProtocolError(
+            f"{subject}: versions must not be negative: {[span.version for span in sampled.spans]}"
+        )
 
 
 def check_logprobs(subject: str, sampled: Generation) -> None:

@@ -150,7 +150,8 @@ class Chat:
             opens = prompt_text[common_length:][:QUOTED_CHARACTERS]
             writes = conversation_text[common_length:][:QUOTED_CHARACTERS]
             raise ConfigError(
-                f"the chat template opens the model's turn with {opens!r}, but begins this turn with {writes!r}"
+                f"the chat template opens the model's turn with {opens!r}, but begins this turn "
+                f"with {writes!r}"
             )
 
         text = conversation_text.removeprefix(prompt_text)
@@ -234,7 +235,8 @@ class Chat:
         ]
 
         warnings += [
-            f"the chat template uses {name}, but the tokenizer has none; define {name} in tokenizer_config.json"
+            f"the chat template uses {name}, but the tokenizer has none; define {name} in "
+            "tokenizer_config.json"
             for name in ("bos_token", "eos_token")
             if name in str(self._tokenizer.chat_template) and not getattr(self._tokenizer, name, "-")
         ]

@@ -110,8 +110,8 @@ def length_failure(limits: RolloutConfig, turns: Sequence[Turn]) -> Fail | None:
         detail = f"the conversation has {token_count} tokens, but rollout.max_tokens is {limits.max_tokens}"
     elif len(row_lengths) > limits.rows:
         detail = (
-            f"the chat template splits the conversation into {len(row_lengths)} rows, but rollout.max_rows is "
-            f"{limits.rows}"
+            f"the chat template splits the conversation into {len(row_lengths)} rows, but rollout.max_rows "
+            f"is {limits.rows}"
         )
     else:
         return None

@@ -119,7 +119,9 @@ def advance_episode(rules: Rules, episode: Episode, event: Event) -> Episode:
             return _generated(rules, episode, command, event.generation)
         case CallTools() as command, ToolsReplied():
             if tuple(reply.call for reply in event.replies) != command.calls:
-                raise ProtocolError(f"the replies ({len(event.replies)}) do not match the calls ({len(command.calls)})")
+                raise ProtocolError(
+                    f"the replies ({len(event.replies)}) do not match the calls ({len(command.calls)})"
+                )
             return _replied(rules, episode, event.replies, command.errors)
         case Step(), Observed():
             return _observed(rules, episode, event.observation)

@@ -55,7 +55,9 @@ class TransactionalOutbox:
         for hub, peer, message, frames in queue:
             if not hub.send(peer, message, frames):
                 self.unreachable.add(peer)
-                log.warning("could not deliver %s to %s", type(message).__name__, peer.decode(errors="replace"))
+                log.warning(
+                    "could not deliver %s to %s", type(message).__name__, peer.decode(errors="replace")
+                )
 
 
 class Journal:

@@ -173,7 +173,9 @@ class Ledger:
                 turns.append(decode_turn(payload))
                 frames += payload, replied
         except (StoreError, ProtocolError) as error:
-            log.error("episode %s: only %d of %d turns can be read: %s", uid, len(turns), episode.turns, error)
+            log.error(
+                "episode %s: only %d of %d turns can be read: %s", uid, len(turns), episode.turns, error
+            )
             if uid in self.held_out.episodes:
                 episode.forget_turns()
                 self.held_out.mark_changed(episode)

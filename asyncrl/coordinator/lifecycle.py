@@ -93,7 +93,9 @@ class Lifecycle:
             case Phase.RUNNING if self._training_over():
                 account = self.ledger.buffer.account()
                 if self.batches.over and 0 < account.issued == account.failed:
-                    cause = f"all episodes failed, and no samples are left: {self.ledger.failed_attempts.newest}"
+                    cause = (
+                        f"all episodes failed, and no samples are left: {self.ledger.failed_attempts.newest}"
+                    )
                     self.abort_run(f"{cause}; fix the cause, then start a new run", now)
                     return
 
@@ -110,7 +112,9 @@ class Lifecycle:
                 self._close_run("failed" if self.error else "stopped")
 
             case Phase.STOPPING if not self._can_checkpoint or now > self._deadline:
-                overdue = f"none was written within launch.stop_timeout ({self.config.launch.stop_timeout:g} s)"
+                overdue = (
+                    f"none was written within launch.stop_timeout ({self.config.launch.stop_timeout:g} s)"
+                )
                 unsaved_stop = self.trainer.describe_unsaved_stop(
                     overdue if self._can_checkpoint else "the trainer was lost"
                 )

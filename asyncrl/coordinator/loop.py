@@ -298,7 +298,9 @@ class Coordinator:
             case shared.Stop() if peer in self.observers:
                 self.lifecycle.stop_run(message.reason, now, message.save)
             case shared.Stop():
-                log.warning("ignoring a stop request from %s, which is not a launcher of this run", peer.decode())
+                log.warning(
+                    "ignoring a stop request from %s, which is not a launcher of this run", peer.decode()
+                )
             case _:
                 assert_never(message)
 

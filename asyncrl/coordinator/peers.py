@@ -98,7 +98,9 @@ class Peers(Generic[P]):
 
         is_foreign = launch_of(incarnation) not in ("", self._fleet.launch)
         if is_foreign or is_older(incarnation, newest_incarnation):
-            log.warning("%s has been replaced; telling the old process to exit", peer.decode(errors="replace"))
+            log.warning(
+                "%s has been replaced; telling the old process to exit", peer.decode(errors="replace")
+            )
             self._outbox.to_control(peer, shared.Stop("another process has taken its place"))
             return None
 
@@ -275,7 +277,9 @@ class WrittenFiles:
         role = role_of(peer)
         kind, _, file_name = message.name.partition("/")
         if not file_name.startswith("step-" if kind == "ratios" and role == "trainer" else f"{role}-"):
-            log.warning("ignoring %s from %s: the file belongs to another process", message.name, peer.decode())
+            log.warning(
+                "ignoring %s from %s: the file belongs to another process", message.name, peer.decode()
+            )
             return
 
         name, last_offset, received_bytes, _ = self._senders.get(peer, ("", 0, 0, now))

@@ -191,9 +191,7 @@ class RecordHandler:
         check_turn(episode.uid, turn, episode.rows, self.fleet.vocabulary)
         check_logprobs(f"episode {episode.uid}, turn {turn.index}", turn.generation)
         if turn.index != message.turn:
-            raise ProtocolError(
-                f"episode {episode.uid}: expected turn {message.turn}, got turn {turn.index}"
-            )
+            raise ProtocolError(f"episode {episode.uid}: expected turn {message.turn}, got turn {turn.index}")
 
         if self._reject_unpushed(worker, episode, turn.generation, now):
             return

@@ -328,8 +328,8 @@ class TrainerHandler:
             if self._spike_count > MAX_SPIKES:
                 remedy = f" ({MAX_SPIKES} other batches have already been skipped at this step)"
             raise ProtocolError(
-                f"{message.detail}; the step was not trained, and resume=auto repeats its plan from the newest "
-                f"checkpoint; before that, set a smaller trainer.lr or another loss{remedy}"
+                f"{message.detail}; the step was not trained, and resume=auto repeats its plan from the "
+                f"newest checkpoint; before that, set a smaller trainer.lr or another loss{remedy}"
             )
 
         log.warning("%s; skipped: %s", message.detail, " ".join(batch.uids))

@@ -165,7 +165,9 @@ class Validation:
             if not self.engines.remote:
                 self._session_resources.enter_context(disk.lock_version(start.ref))
         except WeightsError as error:
-            log.warning("skipping the validation of step %d: its weights no longer exist (%s)", start.step, error)
+            log.warning(
+                "skipping the validation of step %d: its weights no longer exist (%s)", start.step, error
+            )
             if start.step:  # the weights of step 0 are published again
                 self.workers.cancel_episodes(self.episodes.end_session("the weights no longer exist"))
                 self._store_session(None)

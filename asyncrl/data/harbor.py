@@ -22,9 +22,7 @@ from asyncrl.errors import ConfigError, one_line
 from asyncrl.isolation.images import Image, find_image
 
 TASK_FILE = "task.toml"
-NO_NETWORK = (
-    'sandboxes have no network; if the task does not need one, write network_mode = "no-network"'
-)
+NO_NETWORK = 'sandboxes have no network; if the task does not need one, write network_mode = "no-network"'
 OWN_IMAGE = "tests run in the task's own image, with its workspace"
 REFUSED_FIELDS = {
     "steps": "a task has one instruction and one verdict; make each step a separate task",
@@ -75,25 +73,29 @@ class _Metadata(msgspec.Struct, frozen=True):
 
 
 class _Environment(msgspec.Struct, frozen=True):
-    docker_image: Annotated[
-        str, _honoured_field("name of an imported image; default: the folder's name")
-    ] = ""
+    docker_image: Annotated[str, _honoured_field("name of an imported image; default: the folder's name")] = (
+        ""
+    )
     workdir: Annotated[str, _honoured_field("directory where programs start; default: the image's")] = ""
     env: Annotated[
         Variables, _honoured_field("variables for the agent and the tests; `${…}` is rejected")
     ] = {}
     memory_mb: Annotated[int, _honoured_field("memory for a sandbox, in MiB", ge=1)] | None = None
-    storage_mb: Annotated[int, _honoured_field("space for files written in a sandbox, in MiB", ge=1)] | None = (
+    storage_mb: (
+        Annotated[int, _honoured_field("space for files written in a sandbox, in MiB", ge=1)] | None
+    ) = None
+    memory: Annotated[str, _honoured_field("the same as a string, such as `2G`", **SIZE_BOUNDS)] | None = None
+    storage: Annotated[str, _honoured_field("the same as a string, such as `10G`", **SIZE_BOUNDS)] | None = (
         None
     )
-    memory: Annotated[str, _honoured_field("the same as a string, such as `2G`", **SIZE_BOUNDS)] | None = None
-    storage: Annotated[str, _honoured_field("the same as a string, such as `10G`", **SIZE_BOUNDS)] | None = None
 
 
 class _Agent(msgspec.Struct, frozen=True):
     timeout_sec: Annotated[float, _honoured_field("time limit for the agent", **TIME_BOUNDS)] | None = None
     user: (
-        Annotated[str | int, _honoured_field("`root` or 0 means the sandbox's root; any other value, its user")]
+        Annotated[
+            str | int, _honoured_field("`root` or 0 means the sandbox's root; any other value, its user")
+        ]
         | None
     ) = None
 
@@ -160,7 +162,9 @@ def read_tasks(directory: str | Path) -> Iterator[TaskFolder]:
         except ConfigError as error:
             raise ConfigError(f"{folder}: {error}") from error
         except OSError as error:
-            raise ConfigError(f"{folder}: not readable ({one_line(error)}); check the files and their permissions") from error
+            raise ConfigError(
+                f"{folder}: not readable ({one_line(error)}); check the files and their permissions"
+            ) from error
 
 
 def _is_task(path: Path) -> bool:
@@ -188,8 +192,8 @@ def _read_folder(folder: Path) -> TaskFolder:
                 raise ConfigError(f"{key} {name!r} is not a valid variable; correct its name or value")
             if "${" in value:
                 raise ConfigError(
-                    f"{key} {name} = {value} would take a value from this machine, which the model could read; "
-                    "write the value itself"
+                    f"{key} {name} = {value} would take a value from this machine, which the model could "
+                    "read; write the value itself"
                 )
 
     image = _find_task_image(folder, environment.docker_image)

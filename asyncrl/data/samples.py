@@ -89,9 +89,9 @@ def read_question(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:
 
     if row.get("tools") not in (None, "", "[]", []) and "tools" not in layout.columns.values():
         raise ConfigError(
-            f"{origin}: the tools column contains schemas, but nothing would answer calls to these tools; list "
-            "tools in rollout.tools, and the tools that a sample may use in extra_info.tools; to pass the "
-            "schemas to your own agent, set 'data.columns={extra_info.schemas: tools}'"
+            f"{origin}: the tools column contains schemas, but nothing would answer calls to these tools; "
+            "list tools in rollout.tools, and the tools that a sample may use in extra_info.tools; to pass "
+            "the schemas to your own agent, set 'data.columns={extra_info.schemas: tools}'"
         )
 
     truth = _ground_truth(origin, row)
@@ -106,8 +106,8 @@ def read_question(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:
     if last.role == "assistant" and (last.tool_calls or not last.content.strip()):
         raise ConfigError(
             f"{origin}: the prompt column ends with an assistant message that has "
-            f"{'tool calls' if last.tool_calls else 'no text'}, but the model continues such a message; write "
-            "text and no tool calls in the message, or end the prompt with a user or tool message"
+            f"{'tool calls' if last.tool_calls else 'no text'}, but the model continues such a message; "
+            "write text and no tool calls in the message, or end the prompt with a user or tool message"
         )
 
     return _make_sample(origin, row, _with_system_prompt(prompt, layout), truth, _extra_info(origin, row))
@@ -187,8 +187,9 @@ def _make_sample(
 
     if size > MAX_SAMPLE_BYTES:
         raise ConfigError(
-            f"{origin}: the sample takes {size:,} bytes, but at most {MAX_SAMPLE_BYTES:,} bytes can be sent to "
-            "rewards and tools; remove columns, or store large values in files and put the paths in the row"
+            f"{origin}: the sample takes {size:,} bytes, but at most {MAX_SAMPLE_BYTES:,} bytes can be sent "
+            "to rewards and tools; remove columns, or store large values in files and put the paths in "
+            "the row"
         )
 
     return sample

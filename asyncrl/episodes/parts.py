@@ -147,9 +147,7 @@ def _generation_stop_ids(path: Path) -> list[int]:
 
     stop_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
     if not all(type(stop_id) is int for stop_id in stop_ids):
-        raise ConfigError(
-            f"{path}: eos_token_id must be a token ID or a list of token IDs, not {eos_ids!r}"
-        )
+        raise ConfigError(f"{path}: eos_token_id must be a token ID or a list of token IDs, not {eos_ids!r}")
     return stop_ids
 
 
@@ -203,7 +201,8 @@ def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], em
     )
     if chat.stop_ids and min(chat.stop_ids) >= embedding_rows:
         raise ConfigError(
-            f"model.path: every token that ends a turn has an ID of at least {min(chat.stop_ids)}, but {advice}"
+            f"model.path: every token that ends a turn has an ID of at least {min(chat.stop_ids)}, but "
+            f"{advice}"
         )
 
     needs_text = chat.splits_at(missing_tokens)

@@ -67,7 +67,7 @@ OPEN_DEADLINE = 60.0  # seconds that opening waits for a locked or full store
 RETRY_SECONDS = 0.25  # seconds between two tries to open a store
 BUSY_TIMEOUT = 0.25  # seconds that a statement waits for another process's lock
 CHECK_SECONDS = 2.0  # seconds spent on looking for damage before a start
-RESTORE_ADVICE = "; asyncrl runs restore NAME rebuilds run.db from a copy (docs/background/reliability.md)"
+RESTORE_ADVICE = "; `asyncrl runs restore NAME` rebuilds run.db from a copy (docs/background/reliability.md)"
 
 # Errors that may pass: a lock of another process; a full disk or quota.
 PASSING_CODES = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
@@ -200,15 +200,15 @@ def _other_version_error(db: sqlite3.Connection, path: Path, verb: str) -> Confi
     with suppress(sqlite3.Error):  # another kind of database
         writer = _writer_of(db)
 
-    cure = "use the commit that wrote the file"
+    cure = "use the commit of asyncrl that wrote the file"
     if writer and _minor_version(writer) != _minor_version(__version__):
-        cure = f'pip install "asyncrl=={_minor_version(writer)}.*"'
+        cure = f'run `pip install "asyncrl=={_minor_version(writer)}.*"`'
     if verb == "continue":
-        cure += ", or start a new run with name=…"
+        cure += ", or start a new run with another name=…"
 
     return ConfigError(
         f"{path}: written by {f'asyncrl {writer}' if writer else 'a commit before asyncrl 0.1.0'} (schema "
-        f"{_schema_of(db)}), which asyncrl {__version__} (schema {SCHEMA_VERSION}) does not {verb}; {cure}"
+        f"{_schema_of(db)}), so asyncrl {__version__} (schema {SCHEMA_VERSION}) cannot {verb}; {cure}"
     )
 
 

@@ -135,7 +135,9 @@ def test_who_may_answer(name: str, role: str) -> None:
     message = Message(role, "so", tool_call_id=CALL.id, name=CALL.name)
     if role in family.refuses:
         for ask in (lambda: chat.delta_ids((message,), 0), lambda: chat.check_history("fork", [role])):
-            with pytest.raises(ConfigError, match=f"rejects messages with the roles .*{role}|omits messages .*{role}"):
+            with pytest.raises(
+                ConfigError, match=f"rejects messages with the roles .*{role}|omits messages .*{role}"
+            ):
                 ask()
     elif role in family.appends:
         assert chat.delta_ids((message,), 0)
@@ -183,7 +185,9 @@ def test_a_token_that_the_template_reads_and_the_tokenizer_lacks() -> None:
 
 def test_arguments_that_are_no_json_are_refused() -> None:
     wrong = Message("assistant", "", (ToolCall("weather", "{", "call_0"),))
-    with pytest.raises(ConfigError, match=r"rejects messages with the roles user, assistant: JSONDecodeError"):
+    with pytest.raises(
+        ConfigError, match=r"rejects messages with the roles user, assistant: JSONDecodeError"
+    ):
         chat_of("qwen2.5").prompt_ids((Message("user", "?"), wrong))
 
 
@@ -306,7 +310,10 @@ def test_a_template_that_rewrites_late_is_found_out(part: str) -> None:
             "does not mark the end of the assistant's turn",
         ),
         (lambda messages, opening: "@a" * opening, "omits the model's text"),
-        (lambda messages, opening: 1 // 0, r"rejects messages with the roles user, assistant: ZeroDivisionError"),
+        (
+            lambda messages, opening: 1 // 0,
+            r"rejects messages with the roles user, assistant: ZeroDivisionError",
+        ),
     ],
 )
 def test_unusable_templates_are_refused(template: Any, complaint: str) -> None:

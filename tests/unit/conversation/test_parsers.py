@@ -251,7 +251,9 @@ def test_a_turn_has_a_bounded_number_of_calls() -> None:
     assert not hermes(call * MAX_CALLS).errors
     parsed = hermes(call * (MAX_CALLS + 1))
     assert len(parsed.calls) == MAX_CALLS
-    assert parsed.errors == (f"a turn may have at most {MAX_CALLS} tool calls; any further calls were not read",)
+    assert parsed.errors == (
+        f"a turn may have at most {MAX_CALLS} tool calls; any further calls were not read",
+    )
 
 
 def test_arguments_may_be_nested_only_so_deep() -> None:

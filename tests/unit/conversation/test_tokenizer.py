@@ -50,9 +50,7 @@ def test_the_class_that_the_configuration_names_changes_nothing(model: Path) -> 
 )
 def test_a_configuration_that_changes_how_text_is_read_is_refused(model: Path, keys: Any) -> None:
     configure(model, **keys)
-    with pytest.raises(
-        ConfigError, match=r"encodes .* differently from tokenizer\.json; remove the cause"
-    ):
+    with pytest.raises(ConfigError, match=r"encodes .* differently from tokenizer\.json; remove the cause"):
         load_tokenizer(str(model))
 
 

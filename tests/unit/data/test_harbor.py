@@ -357,7 +357,9 @@ def test_a_sample_is_checked_for_its_image_and_its_tests(tmp_path: Path, images:
         check_task(msgspec.structs.replace(sample, ground_truth_json="42"), True)
     check_task(msgspec.structs.replace(sample, ground_truth_json="42"), False)
     (folder / "tests/test.sh").unlink()
-    with pytest.raises(ConfigError, match=r"/tests/test\.sh, which judges the task, is missing; restore the script"):
+    with pytest.raises(
+        ConfigError, match=r"/tests/test\.sh, which judges the task, is missing; restore the script"
+    ):
         check_task(sample, True)
     (images / task_of(sample).image / "image.json").unlink()  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="no image named"):

@@ -109,7 +109,7 @@ NO_TEXT = b"\xff\xfe"
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"reward_model": {"ground_truth": NO_TEXT}}, "ground_truth column cannot .*binary data that is not UTF-8"),
+        ({"reward_model": {"ground_truth": NO_TEXT}}, "ground_truth column .*binary data that is not UTF-8"),
         ({"reward_model": {"ground_truth": [NO_TEXT]}}, "sample 0: column ground_truth .*binary data"),
         ({"extra_info": {"image": NO_TEXT}}, "extra_info .*binary data that is not UTF-8 text; write"),
         ({"data_source": NO_TEXT}, "sample 0: the data_source column contains binary data"),
@@ -256,10 +256,16 @@ def test_a_prompt_and_its_response_are_a_demonstration(tmp_path: Path) -> None:
             {"messages": [TALK[2] | {"tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},
             "tool call",
         ),
-        ({"messages": [TALK[1], TALK[2] | {"tool_calls": ["add"]}]}, "0: the messages column has a tool call"),
+        (
+            {"messages": [TALK[1], TALK[2] | {"tool_calls": ["add"]}]},
+            "0: the messages column has a tool call",
+        ),
         ({"messages": [TALK[1], TALK[2] | {"tool_calls": [{"function": "add"}]}]}, "has a tool call that"),
         ({"messages": TALK, "tools": "add"}, "sample 0: the tools column must be a list of schemas"),
-        ({"messages": TALK, "tools": {"name": "add"}}, "sample 0: the tools column must be a list of schemas"),
+        (
+            {"messages": TALK, "tools": {"name": "add"}},
+            "sample 0: the tools column must be a list of schemas",
+        ),
     ],
 )
 def test_what_is_no_demonstration_is_one_line(tmp_path: Path, row: Any, complaint: str) -> None:

@@ -54,7 +54,12 @@ UNREADABLE = r"generation_config\.json: .* JSON.*; write it again"
 NO_IDS = r"must be a token ID or a list of token IDs"
 REFUSED: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str]] = {
     # gpt-oss joins the values of an enum as text
-    "tools": ("gpt-oss", ("calculator", PICK), {}, r"rollout\.tools: .* 'pick' cannot .*; change the tool's signature"),
+    "tools": (
+        "gpt-oss",
+        ("calculator", PICK),
+        {},
+        r"rollout\.tools: .* 'pick' cannot .*; change the tool's signature",
+    ),
     "first prompt": ("gemma3", (), {}, r"data\.train, sample 0: .* template rejects .* change the prompt"),
     "answers": ("qwen3", (), HI_LO, r"rollout\.history is append"),
     "argument": ("qwen3", (), {"template_args": MISNAMED}, r"does not read 'enable_thinkin'; correct"),

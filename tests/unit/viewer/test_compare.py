@@ -57,8 +57,8 @@ def test_what_is_not_alike_is_said(tmp_path: Path) -> None:
     second_run.validate(0, [planted.right(row) for row in range(3)])
     comparison = compare([first_run.save(), second_run.save()], [None, None])
     assert comparison["warnings"] == [
-        "Scores are not comparable: configurations differ in rollout.reward, validation.success",
-        "1 questions are not the same in both validations and are left out",
+        "The scores are not comparable: the configurations differ in rollout.reward, validation.success",
+        "Questions that differ between the validations, and are left out: 1",
     ]
     assert comparison["modes"][0]["questions"] == 3
 
@@ -88,7 +88,7 @@ def test_an_episode_that_failed_has_the_lowest_score(tmp_path: Path) -> None:
     comparison = compare([run, run], [None, None])
     assert comparison["modes"][0]["means"] == [0.75, 0.5]
     assert comparison["warnings"] == [
-        "1 episodes of step 12 failed or did not finish in time, and count as wrong"
+        "Episodes of step 12 that failed or did not finish in time, and count as wrong: 1"
     ]
 
 
@@ -105,7 +105,7 @@ def test_without_a_validation_nothing_is_compared(tmp_path: Path) -> None:
     runs = save_run(tmp_path / "a"), save_run(tmp_path / "b")
     comparison = compare(runs, [None, None])
     assert (comparison["modes"], comparison["validations"]) == ([], [[], []])
-    with pytest.raises(ConfigError, match="from=x: give a number"):
+    with pytest.raises(ConfigError, match="from=x: expected a number"):
         Views(runs, ended).answer("compare", {"from": "x"})
 
 
