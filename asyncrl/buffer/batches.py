@@ -311,7 +311,7 @@ class Batches:
         batch = self.by_step[step]
         if mismatched_uids := set(trained_uids).symmetric_difference(batch.uids) - batch.lost:
             raise ProtocolError(
-                f"the commit for step {step} does not match the step's plan; the episodes that differ are: "
+                f"the commit for step {step} does not match the step's plan; these episodes differ: "
                 f"{' '.join(sorted(mismatched_uids))}"
             )
 

@@ -104,8 +104,7 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
         )
         if not sizes_match or byte_counts[1] > MAX_TOP_TOKENS * logprob_bytes:
             raise ProtocolError(
-                f"{subject}: the scores have {byte_counts} bytes, which does not fit {logprob_bytes} bytes "
-                "of log-probs"
+                f"{subject}: scores of {byte_counts} bytes do not fit a turn of {len(generation.ids)} tokens"
             )
         if (lowest_id := np.frombuffer(scores.ids, "<i4").min(initial=0)) < 0:
             raise ProtocolError(f"{subject}: the scores contain {lowest_id}, which is not a valid token ID")

@@ -315,4 +315,7 @@ def _rewriting_warning(history: str, role: str, rewriting: str) -> str:
             "new row in this case, see rollout.max_rows), or use a chat template that leaves earlier turns "
             "unchanged"
         )
-    return f"the chat template {rewriting} when a {role} message follows, so a new row of tokens starts"
+    return (
+        f"the chat template {rewriting} when a {role} message follows, so every such message starts a new "
+        "row of tokens"
+    )

@@ -101,7 +101,7 @@ class Peers(Generic[P]):
             log.warning(
                 "%s has been replaced; telling the old process to exit", peer.decode(errors="replace")
             )
-            self._outbox.to_control(peer, shared.Stop("another process has taken its place"))
+            self._outbox.to_control(peer, shared.Stop("another process has replaced this one"))
             return None
 
         if process is None or process.hello.incarnation != incarnation:

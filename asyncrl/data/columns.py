@@ -31,9 +31,9 @@ def check_columns(columns: Mapping[str, str]) -> None:
         if name not in SAMPLE_PARTS and not (name.startswith(EXTRA_PREFIX) and name != EXTRA_PREFIX):
             nearest = difflib.get_close_matches(name, SAMPLE_PARTS, n=1)
             raise ConfigError(
-                f"data.columns: {name!r} is not a part of a sample; "
-                + (f"did you mean {nearest[0]}? " if nearest else "")
-                + f"the parts are: {', '.join(SAMPLE_PARTS)}, {EXTRA_PREFIX}NAME"
+                f"data.columns: {name!r} is not part of a sample"
+                + (f" (did you mean {nearest[0]}?)" if nearest else "")
+                + f"; the parts are {', '.join(SAMPLE_PARTS)}, {EXTRA_PREFIX}NAME"
             )
 
 
@@ -112,7 +112,7 @@ def _text_value(value: Any) -> str:
     if isinstance(value, TEXT_TYPES):
         return str(value)
     kind = BINARY_DATA if isinstance(value, bytes) else f"a value of type {type(value).__name__}"
-    raise TypeError(f"it contains {kind}; write text, a number, a list or an object")
+    raise TypeError(f"found {kind}; write text, a number, a list or an object")
 
 
 # -- columns and settings that a run ignores ---------------------------------------------------------

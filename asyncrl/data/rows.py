@@ -44,7 +44,7 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield row
 
     if is_empty:
-        raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
+        raise ConfigError(f"{path}: the data set is empty; add at least one sample")
 
 
 def _read_parquet(path: Path) -> Iterator[Any]:

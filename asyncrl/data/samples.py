@@ -77,7 +77,7 @@ def read_samples(
             yield read_question(origin, row, layout)
 
     if is_empty:
-        raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
+        raise ConfigError(f"{path}: the data set is empty; add at least one sample")
 
 
 def read_question(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:

@@ -100,10 +100,10 @@ def compare(runs: Sequence[Path], steps: Sequence[int | None]) -> dict[str, Any]
 
     question_count = len(first_answers.keys() | second_answers.keys())
     if unshared_count := question_count - sum(map(len, shared_pairs.values())):
-        warnings.append(f"Questions that differ between the validations, and are left out: {unshared_count}")
+        warnings.append(f"Questions that differ between the validations (left out): {unshared_count}")
 
     warnings += [
-        f"Episodes of step {side.step} that failed or did not finish in time, and count as wrong: "
+        f"Episodes of step {side.step} that failed or did not finish in time (counted as wrong): "
         f"{side.failed_episodes}"
         for side in sides
         if side.failed_episodes

@@ -128,7 +128,7 @@ def transcript(
                 name: token_tensor.tolist() for name, token_tensor in named_parts if token_tensor is not None
             }
             no_advantage = (
-                "" if "advantages" in token_values else "advantages depend on values that a model computes"
+                "" if "advantages" in token_values else "the algorithm needs values that a model computes"
             )
         except (AsyncrlError, ValueError) as error:
             no_advantage = one_line(error)

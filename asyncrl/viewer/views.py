@@ -148,7 +148,7 @@ class Views:
             config = _run_config(path, reader.episode(uid).step)
             uid_condition = msgspec.json.encode([("uid", "=", uid)]).decode()
             if not (episode_rows := listing.episode_page(reader, Listing.of(uid_condition, "", "", ""))):
-                raise ConfigError(f"episode {uid}: not listed before the validation finishes")
+                raise ConfigError(f"episode {uid}: not listed until the validation has finished")
             return transcript(path, config, reader, episode_rows[0], self._load_decoder(config.model.path))
 
     def _lanes(self, query: Query) -> dict[str, Any]:

@@ -236,7 +236,7 @@ def test_a_commit_is_idempotent_and_another_plan_is_fatal(setup: TrainerSetup) -
     first, *other_uids = commit.trained
     for odd, trained in ((first, other_uids), ("9.0", [first, *other_uids, "9.0"])):
         with pytest.raises(
-            ProtocolError, match=f"does not match the step's plan; the episodes that differ are: {odd}$"
+            ProtocolError, match=f"does not match the step's plan; these episodes differ: {odd}$"
         ):
             setup.handler.record_commit(
                 PEERS[0], msgspec.structs.replace(commit, trained=tuple(trained)), 0.0

@@ -248,7 +248,7 @@ def test_a_dead_workers_late_hello_does_not_replace_its_successor(setup: WorkerS
     living = b"rollout/0/l.10"
     setup.join(living), setup.tick()
     setup.join(late_peer)
-    assert setup.sent.take(Stop) == [(late_peer, Stop("another process has taken its place"))]
+    assert setup.sent.take(Stop) == [(late_peer, Stop("another process has replaced this one"))]
     assert [(worker.peer, len(worker.running)) for worker in setup.handler.peers] == [(living, 2)]
     setup.join(b"rollout/0/l.11")
     assert [worker.peer for worker in setup.handler.peers] == [b"rollout/0/l.11"]

@@ -37,8 +37,8 @@ def test_columns_of_another_layout_get_the_names_of_ours(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("columns", "complaint"),
     [
-        ({"promt": "question"}, "'promt' is not a part of a sample; did you mean prompt"),
-        ({"extra_info.": "question"}, "is not a part of a sample"),
+        ({"promt": "question"}, r"'promt' is not part of a sample \(did you mean prompt"),
+        ({"extra_info.": "question"}, "is not part of a sample; the parts are"),
     ],
 )
 def test_names_that_no_sample_has_are_refused(columns: dict[str, str], complaint: str) -> None:

@@ -136,7 +136,7 @@ def test_a_run_of_another_minor_version_is_read_and_not_continued(
         error_text = str(refusal.value)
         assert f"written by asyncrl {writer} (schema" in error_text and "\n" not in error_text
         assert (
-            f'cannot continue; run `pip install "asyncrl=={cure}"`, or start a new run with another name='
+            f'cannot continue the run; run `pip install "asyncrl=={cure}"`, or start a new run with another'
             in error_text
         )
 

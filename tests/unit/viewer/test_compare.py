@@ -58,7 +58,7 @@ def test_what_is_not_alike_is_said(tmp_path: Path) -> None:
     comparison = compare([first_run.save(), second_run.save()], [None, None])
     assert comparison["warnings"] == [
         "The scores are not comparable: the configurations differ in rollout.reward, validation.success",
-        "Questions that differ between the validations, and are left out: 1",
+        "Questions that differ between the validations (left out): 1",
     ]
     assert comparison["modes"][0]["questions"] == 3
 
@@ -88,7 +88,7 @@ def test_an_episode_that_failed_has_the_lowest_score(tmp_path: Path) -> None:
     comparison = compare([run, run], [None, None])
     assert comparison["modes"][0]["means"] == [0.75, 0.5]
     assert comparison["warnings"] == [
-        "Episodes of step 12 that failed or did not finish in time, and count as wrong: 1"
+        "Episodes of step 12 that failed or did not finish in time (counted as wrong): 1"
     ]
 
 
