@@ -140,8 +140,8 @@ def score_turns(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) ->
     agents separately, each agent's last turn earns the agent's reward."""
     if result.turns and len(result.turns) != len(turns):
         detail = (
-            f"the reward function returned {len(result.turns)} turn rewards for an episode with {len(turns)} "
-            "turns"
+            f"the reward function must return a reward for each of the {len(turns)} turns, but returned "
+            f"{len(result.turns)}"
         )
         return Fail(FailReason.REWARD_ERROR, detail)
 

@@ -43,7 +43,8 @@ def json_at(text: str, position: int, subject: str = "a tool call") -> tuple[Any
         return _JSON.raw_decode(text, position)
     except json.JSONDecodeError as error:
         nearby_text = text[error.pos : error.pos + 20]
-        raise Malformed(f"{subject} is not JSON: {error.msg} at {nearby_text!r}") from None
+        problem = error.msg.removesuffix(" at")  # "Unterminated string starting at"
+        raise Malformed(f"{subject} is not JSON: {problem} at {nearby_text!r}") from None
     except RecursionError:
         raise Malformed(f"{subject} is not JSON: the value is nested too deeply") from None
     except ValueError as error:

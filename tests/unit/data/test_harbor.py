@@ -190,10 +190,10 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("the tests", environment(WORKDIR, '[metadata]\nworkspace = ["/tests"]'), "'/tests' cannot be judged"),
     ("above", environment(WORKDIR, '[metadata]\nworkspace = ["/app/../"]'), "is not an absolute path"),
     ("relative", environment('workdir = "app"'), "'app' is not an absolute path"),
-    ("nowhere", environment('workdir = "/srv/app"'), "'/srv/app' is not a directory of its image"),
+    ("nowhere", environment('workdir = "/srv/app"'), "'/srv/app' is not a directory in the task's image"),
     ("a link", environment(WORKDIR, '[metadata]\nworkspace = ["/link"]'), "leads through the link /link;"),
     ("below a link", environment('workdir = "/link/in"'), "leads through the link /link;"),
-    ("a file", environment('workdir = "/file"'), "'/file' is not a directory of its image"),
+    ("a file", environment('workdir = "/file"'), "'/file' is not a directory in the task's image"),
     (
         "the machine's",
         environment(WORKDIR + '\nenv = {KEY = "${KEY:-x}"}'),
@@ -267,7 +267,11 @@ def test_layers_of_a_thin_image_hide_what_is_below(tmp_path: Path, images: Path)
     bare_image(images, "base", "app/src", "old")
     thin = bare_image(images, "thin", "app/more", over="base")
     (Path(thin.root) / "old").touch()
-    for inner, fault in (("/app/src", ""), ("/app/more", ""), ("/old", "is not a directory of its image")):
+    for inner, fault in (
+        ("/app/src", ""),
+        ("/app/more", ""),
+        ("/old", "is not a directory in the task's image"),
+    ):
         folder = task_folder(tmp_path / "t", f'[environment]\ndocker_image = "thin"\nworkdir = "{inner}"')
         if not fault:
             assert read(folder)

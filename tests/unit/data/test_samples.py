@@ -110,7 +110,7 @@ NO_TEXT = b"\xff\xfe"
     ("changes", "complaint"),
     [
         ({"reward_model": {"ground_truth": NO_TEXT}}, "ground_truth column .*binary data that is not UTF-8"),
-        ({"reward_model": {"ground_truth": [NO_TEXT]}}, "sample 0: column ground_truth .*binary data"),
+        ({"reward_model": {"ground_truth": [NO_TEXT]}}, "sample 0: the ground_truth column .*binary data"),
         ({"extra_info": {"image": NO_TEXT}}, "extra_info .*binary data that is not UTF-8 text; write"),
         ({"data_source": NO_TEXT}, "sample 0: the data_source column contains binary data"),
         ({"prompt": NO_TEXT}, "the prompt column must be text, .* not bytes"),
@@ -138,7 +138,7 @@ def rows(path):
     samples = read_samples(config, "p", "train", RowLayout(truth="a reward"))
     first = next(samples)
     assert (first.ground_truth, first.extra_info) == (["128"], {"level": 3})
-    with pytest.raises(ConfigError, match=r"sample 1: column ground_truth .* a value of type set; write"):
+    with pytest.raises(ConfigError, match=r"sample 1: the ground_truth column .* a value of type set; write"):
         next(samples)
 
 
@@ -350,16 +350,16 @@ NESTED = json.loads("[" * 300 + "]" * 300)
         ({"data_source": "\ud800"}, "half of a character"),
         ({"extra_info": {"\ud800": 1}}, "half of a character"),
         ({"extra_info": json.dumps({"a": ["\ud800"]})}, "half of a character"),
-        ({"extra_info": {"a": NESTED}}, "extra_info is nested deeper than 200 levels"),
+        ({"extra_info": {"a": NESTED}}, "extra_info column is nested deeper than 200 levels"),
         ({"extra_info": "[" * 100_000}, "extra_info column contains text that is not JSON"),
-        ({"ground_truth": NESTED}, "ground_truth is nested deeper than 200 levels"),
+        ({"ground_truth": NESTED}, "ground_truth column is nested deeper than 200 levels"),
         (
             {"extra_info": {"a": "x" * MAX_SAMPLE_BYTES}},
-            r"the sample has 16,77[78],\d{3} bytes, more than the 16,777,216",
+            r"the sample takes 16,77[78],\d{3} bytes, but at most 16,777,216",
         ),
         (
             {"prompt": "x" * MAX_SAMPLE_BYTES},
-            r"the sample has 16,77[78],\d{3} bytes, more than the 16,777,216",
+            r"the sample takes 16,77[78],\d{3} bytes, but at most 16,777,216",
         ),
     ],
 )
