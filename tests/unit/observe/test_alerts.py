@@ -115,7 +115,7 @@ def test_what_is_wrong_is_named_alone(name: str, last: dict[str, float], less: d
         ),
         (
             "no progress", {}, {"seconds": 400.0, "waits": ("trainer 0: trajectories of step 0",)},
-            "no episode finished for 0:06:40: trainer 0: trajectories of step 0",
+            "no episode has finished for 0:06:40: trainer 0: trajectories of step 0",
         ),
     ],
 )  # fmt: skip
@@ -192,7 +192,7 @@ def test_advice_waits_until_nothing_is_wrong() -> None:
 
 def test_a_run_that_stands_still_is_distinguished_from_one_that_validates() -> None:
     (found_alert,) = find_alerts(run({}), status(seconds=400.0), KEYS)
-    assert found_alert.name == "no progress" and found_alert.what == "no step finished for 0:06:20"
+    assert found_alert.name == "no progress" and found_alert.what == "no step has finished for 0:06:20"
     assert not find_alerts(run({}), status(seconds=300.0), KEYS)
     assert not find_alerts(
         run({}), status(seconds=400.0, waits=("the validation of step 10: 3 of 8 …",)), KEYS

@@ -43,7 +43,7 @@ def opened(name: str, run_dir: Path, run: str = "x") -> Trackers:
 def test_an_uninstalled_one_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, MODULE_NAMES.get(name, name), None)
     package = rf"'asyncrl\[{name}\]'" if name in PACKAGE_EXTRAS else name
-    with pytest.raises(ConfigError, match=f"pip install {package},"):
+    with pytest.raises(ConfigError, match=f"run `pip install {package}`, or"):
         check_trackers(config(name))
 
 

@@ -168,7 +168,7 @@ def test_a_damaged_database_is_found_before_the_start_and_made_anew(
     }
     assert again.store.reader.meta("trainer_epoch") == str(7 + EPOCH_MARGIN)
     needed = {e.uid for e in again.buffer.episodes.values() if e.turns and not e.state.over}
-    named = output.partition("lost: payloads of ")[2].splitlines()[0].split()
+    named = output.partition("lost: payloads of needed episodes: ")[2].splitlines()[0].split()
     assert needed and set(named) == needed | again.batches.planned_episodes.keys()
     again.store.close()
     damage(run_dir / "run.db")

@@ -213,7 +213,9 @@ def test_a_locked_store_is_written_when_the_lock_is_gone(tmp_path: Path) -> None
     with closing(sqlite3.connect(tmp_path / "run.db", isolation_level=None)) as locking:
         locking.execute("BEGIN IMMEDIATE")
         for _ in range(2):
-            with pytest.raises(StorePaused, match=r"locked; the run waits .* stop the process that locks it"):
+            with pytest.raises(
+                StorePaused, match=r"locked; the run waits .* stop the process that locks the database"
+            ):
                 store.commit()
         locking.execute("ROLLBACK")
 
@@ -248,7 +250,7 @@ def test_without_descriptors_it_waits_until_there_are_some(tmp_path: Path) -> No
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
 
     try:
-        with pytest.raises(StorePaused, match=r"Too many open files.*the run waits .*: raise ulimit -n"):
+        with pytest.raises(StorePaused, match=r"Too many open files.*the run waits .*; raise ulimit -n"):
             store.commit()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -116,7 +116,7 @@ def test_of_a_run_of_an_older_version_all_but_its_episodes_is_shown(tmp_path: Pa
     views = Views([run], ended)
     assert views.answer("runs", {})["runs"][0]["name"] == "a"
     assert views.answer("overview", {})["outcome"].startswith("Held-out success 75%")
-    with pytest.raises(ConfigError, match=r"written by .* \(schema \d+\), which"):
+    with pytest.raises(ConfigError, match=r"written by .* \(schema \d+\), so"):
         views.answer("compare", {})
 
 
