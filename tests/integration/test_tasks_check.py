@@ -106,7 +106,7 @@ def test_tasks_without_named_tests_are_warned_of(tasks: Path, capsys: pytest.Cap
     assert (good.split()[6:], named.split()[6:]) == (["ok,", "with", "a", "warning"], ["ok"])
     assert end == "2 of 2 tasks passed"
     assert warning.startswith(
-        "warning: 1 of 2 tasks name no tests (a-good): their score is whatever test.sh says"
+        "warning: 1 of 2 tasks name no tests (a-good): their score is whatever test.sh reports"
     )
     assert "name the tests in tests/config.json" in warning
 

@@ -209,7 +209,7 @@ def test_rows_may_mix_types_in_what_is_free_and_in_nothing_else(tmp_path: Path) 
         (path,) = request_of(
             tmp_path, train=[*rows, {"prompt": prompt, "ground_truth": "4"}]
         ).saved_files.values()
-        with pytest.raises(ConfigError, match=f"sample 2: column prompt {problem}") as raised:
+        with pytest.raises(ConfigError, match=f"sample 2: the prompt column {problem}") as raised:
             load_samples(path)
         assert "\n" not in str(raised.value)
 

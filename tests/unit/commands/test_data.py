@@ -159,7 +159,7 @@ def test_what_cannot_be_prepared_is_said_on_one_line(
     assert "gsm9k: no such data set; choose from gsm8k, math" in refused(capsys, "gsm9k", *out)
     other = saved(tmp_path / "other.parquet", MATH)
     line = refused(capsys, "gsm8k", "--source", other, *out)
-    assert "no column question, answer (found: problem, level, type, solution)" in line
+    assert "missing columns: question, answer (found: problem, level, type, solution)" in line
     gone = refused(capsys, "gsm8k", "--source", str(tmp_path / "gone"), *out)
     assert "the split 'train' cannot be loaded" in gone and "with --source" in gone
     assert "nope: no such reasoning-gym task" in refused(capsys, "reasoning_gym:nope", *out)

@@ -129,7 +129,7 @@ def test_a_vital_thread_ends_such_a_process_all_the_same() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and not ended.stdout
     *log, last_line = ended.stderr.splitlines()
-    assert last_line == ("thread 'gate' failed, which ends this process: ZeroDivisionError: division by zero")
+    assert last_line == ("thread 'gate' failed; exiting: ZeroDivisionError: division by zero")
     assert "Traceback (most recent call last):" in log
 
 

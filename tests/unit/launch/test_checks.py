@@ -294,7 +294,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "error: template": [
         (
             edit(vocab_size=257),
-            "every token that ends a turn is 257 or higher, but the embedding .* has 257 rows",
+            "every token that ends a turn has an ID of at least 257, but the embedding .* has 257 rows",
         ),
         (
             [more_tokens, data(*questions(3), {"prompt": "<|image|>?", "ground_truth": 1})],
@@ -355,14 +355,14 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         (rows(4, extra_info={"tools": ["weather"]}), "sample 0.*weather.*rollout.tools"),
         (OTHER_TOOLS, "extra_info"),
         (rows(3), r"3 samples are too few for one batch.*groups_per_batch \(4\)"),
-        (rows(4, prompt=None), "sample 0: column prompt is null; provide some text"),
+        (rows(4, prompt=None), "sample 0: the prompt column is null; provide some text"),
         (
             file("by_level.py", "def f(completions, *, level): return [level[0]]", "rollout.reward=:f"),
             "data.train: rollout.reward .*f needs the column 'level', but the first sample has .*extra_info",
         ),
         (
             {"data.train": ["t.jsonl", {"path": "t.jsonl", "weight": 2}]},
-            "t.jsonl has no weight; set a weight for all sources",
+            "t.jsonl has no weight; set a weight for every source",
         ),
         (data(*4 * [LONG]), "all prompts have more than 284 tokens.*raise rollout.max_tokens"),
         ([data(*4 * [LONG]), FILTERED], "all prompts have more than 284 tokens"),
@@ -400,7 +400,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
         (
             rows(4, extro_info={}, level=3, agent_name=None),
-            r"columns: extro_info \(meant extra_info\?\), level; ",
+            r"columns: extro_info \(did you mean extra_info\?\), level; ",
         ),
         ([data(*4 * [{"messages": SAID, "tools": [], "uid": 1}]), SFT], "unused columns: uid; "),
     ],

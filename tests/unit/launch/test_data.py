@@ -170,7 +170,7 @@ def test_a_limit_that_changes_which_prompts_are_left_out_is_named(given: Given) 
     given.edit(max_position_embeddings=4096)
     given.keys["rollout.max_tokens"] = 4096
     said = given.notes("data")[-1].text
-    assert "on rollout.max_tokens, which was 300 and is 4096; restore that" in said
+    assert "on rollout.max_tokens, which was 300 and is 4096); restore the" in said
 
 
 def test_a_task_after_many_samples_is_checked_too(given: Given) -> None:
@@ -205,12 +205,12 @@ def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given:
     *others, unnamed = given.notes("data")
     assert {note.level for note in others} == {"ok"} and unnamed.level == "warning"
     assert unnamed.text.startswith(
-        "data.train: 4 of 4 tasks name no tests: their score is whatever test.sh says"
+        "data.train: 4 of 4 tasks name no tests: their score is whatever test.sh reports"
     )
     bare_image(images, "bare", "app", digest="sha256-anew")
     assert (
-        "the samples, or their order, differ" in (said := given.notes("data")[-1].text)
-        and "for tasks, their images" in said
+        "the samples or their order have changed" in (said := given.notes("data")[-1].text)
+        and "the images of tasks" in said
     )
     given.keys |= {"resume": "never", "run_dir": str(given.folder / "other")}
     for name in "abcd":

@@ -203,7 +203,10 @@ terminate called after throwing an instance of 'c10::DistBackendError'
     world.newest("trainer-1").code = -signal.SIGABRT
     world.supervisor.poll_processes(0)
     (note,) = world.notes
-    assert "trainer-1 was killed by SIGABRT" in note and "a collective of the trainer ranks timed out" in note
+    assert (
+        "trainer-1 was killed by SIGABRT" in note
+        and "a collective operation among the trainer ranks timed out" in note
+    )
     assert note.endswith(timeout)
 
 
