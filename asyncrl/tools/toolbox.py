@@ -452,7 +452,7 @@ def _refuse_arguments(tool: Tool, call: ToolCall, complaint: str) -> ToolReply:
 
 def unknown_tool(call: ToolCall, known_names: Iterable[str]) -> ToolReply:
     """Return the reply to a call of a tool that does not exist."""
-    error = f"unknown tool {call.name!r}; there are: {join_names(known_names)}"
+    error = f"unknown tool {call.name!r}; available: {join_names(known_names)}"
     return ToolReply(call, f"error: {error}", error, refused=True)
 
 

@@ -549,7 +549,7 @@ def test_headers_reach_the_server_and_a_refusal_is_named(
         ({"command": "sleep 100", "start_timeout": 0.3}, "no handshake within 0.3 s"),
         ({"command": "", "url": "http://127.0.0.1:1/mcp"}, "ConnectError"),
         ({"comand": "x"}, "unknown option 'comand'"),
-        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY does not contain a key"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY is unset or empty"),
         ({"headers": "X-Key: $NO_SUCH_KEY"}, "NO_SUCH_KEY does not contain a valid header value; set it"),
         ({"headers": "Authorization: Bearer abc"}, "Authorization is a secret; use an environment variable"),
         ({"headers": "X Key: a"}, "'X Key' is not a header; write Name: value"),

@@ -273,7 +273,7 @@ async def test_answers_wait_for_a_sandbox() -> None:
     ("truth", "problem"),
     [
         ("{}", "contains no tests"),
-        ({"inputs": ["1"], "outputs": []}, "1 inputs but 0 outputs"),
+        ({"inputs": ["1"], "outputs": []}, r"differ in length \(1 and 0\)"),
         ([1], "contains no tests"),
         ("nonsense", "Expecting value"),
     ],

@@ -358,7 +358,7 @@ def _is_memory_file_system(directory: str, notes: list[str]) -> bool:
     raise_errno(libc.statfs(os.fsencode(directory), status_buffer), "statfs")
     if int.from_bytes(status_buffer.raw[:4], "little") not in MEMORY_FILE_SYSTEMS:
         return False
-    notes.append(f"{directory} is in memory: set TMPDIR to a directory on a disk")
+    notes.append(f"{directory} is in memory; set TMPDIR to a directory on disk")
     return True
 
 

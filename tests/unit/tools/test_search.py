@@ -341,6 +341,6 @@ async def test_a_silent_or_busy_server_costs_the_timeout() -> None:
             await tool.function(query="otters")
         script.says("/retrieve", 503)
         tool = search_remote(url=f"{script.url}/retrieve", retries=0)
-        with pytest.raises(RemoteError, match="status 503, after 1 tries"):
+        with pytest.raises(RemoteError, match="status 503, after 1 attempt"):
             await tool.function(query="otters")
         await close_sessions()

@@ -95,7 +95,7 @@ def test_samples_bring_constructor_arguments(log: list[str]) -> None:
 def test_samples_choose_their_tools() -> None:
     notes = tool(Notes)
     reply = play([notes, echo], sample(tools=["echo"]), call("notes", line="a"))[0]
-    assert reply.error == "unknown tool 'notes'; there are: echo"
+    assert reply.error == "unknown tool 'notes'; available: echo"
     with pytest.raises(ToolError, match="unknown names: ekko; known: echo"):
         play([echo], sample(tools=["ekko"]))
 
