@@ -30,8 +30,8 @@ class Environment(Protocol):
     as tools and do not reach `step`."""
 
     replay: Literal["reapply", "no"] = "reapply"
-    """How the episode continues after a crash. `reapply`: a new environment receives the recorded turns through `step`,
-    and must give the same answers. `no`: the episode starts again from scratch."""
+    """How the episode continues after a crash. `reapply`: a new environment receives the recorded turns
+    through `step` and must give the same answers. `no`: the episode starts again from scratch."""
 
     timeout: float | None = None
     """Time limit for each answer from the environment, in seconds; None means `rollout.tool_timeout`."""

@@ -219,7 +219,7 @@ class Command:
                 f"{self._program_name} was stopped after {seconds:g} s, when its time limit expired"
             )
             if task:
-                failure = f"its sandbox did not stop the program within {SPARE_SECONDS:g} s"
+                failure = f"the sandbox did not stop the program within {SPARE_SECONDS:g} s"
                 time_up.result = {"failed": failure}
                 stop.set_result(time_up)
                 await asyncio.wait([running], timeout=SPARE_SECONDS)

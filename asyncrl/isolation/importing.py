@@ -161,7 +161,7 @@ def _refuse_hiding(root: str, layer_roots: list[str]) -> None:
                     link_target = os.readlink(layers_with_path[0] + path)
                     raise ConfigError(
                         f"{path[1:]!r} is a link to {link_target!r} in the underlying image, and this "
-                        f"directory would hide that target; put the files into the target, or delete the link first "
+                        f"directory would hide that target; put the files into it, or delete the link first "
                         f"({DELETED_PREFIX}NAME)"
                     )
                 pending_directories.append(

@@ -105,7 +105,7 @@ def test_a_hook_orders_the_samples_of_an_epoch(tmp_path: Path) -> None:
         ("breaks", r"of epoch 0 failed: TypeError: .* \(hook.py:13\)"),
         (
             "short",
-            r"short \(hook.py:15\) cannot be called with .* arguments .*write def order\(samples, drawn, epoch\)",
+            r"short \(hook.py:15\) cannot be called .* .*write def order\(samples, drawn, epoch\)",
         ),
     ],
 )

@@ -113,7 +113,7 @@ def test_an_environment_is_a_class_or_a_function_with_options(worlds: Path) -> N
         ("{}:Closes", r"close \(worlds.py:\d+\) is not async; write async def close\(self\)"),
         (
             "{}:Forgot",
-            r"reset \(worlds.py:\d+\) cannot be called with .* arguments \(too many positional.*\(self, sample\)",
+            r"reset \(worlds.py:\d+\) cannot be called .* \(too many positional.*\(self, sample\)",
         ),
         (
             "{}:Greedy",

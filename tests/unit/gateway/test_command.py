@@ -312,7 +312,7 @@ def unknown(sample, endpoint, *, options: Nowhere = None): ...
     [
         (
             "short",
-            r"short \(mine.py:8\) cannot be called with .* arguments \(too .*write async def agent\(sample, endp",
+            r"short \(mine.py:8\) cannot be called .* \(too .*write async def agent\(sample, endp",
         ),
         ("long", r"long \(mine.py:9\) cannot be called with the expected arguments \(missing .* 'tools'\)"),
         ("yields", r"yields \(mine.py:10\) yields instead of returning"),

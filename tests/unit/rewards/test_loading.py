@@ -224,7 +224,7 @@ def test_a_reward_of_trl_that_fails_says_why(file: Path, name: str, complaint: s
         (
             "short",
             {},
-            r"short \(mine.py:\d+\) cannot be called with .* arguments .*write a function of .*\(given: RewardInput\)",
+            r"short \(mine.py:\d+\) cannot be called .*write a function with .*\(given: RewardInput\)",
         ),
         ("twice", {}, "cannot be called with the expected arguments"),
         ("number", {}, "is not a function"),

@@ -115,7 +115,9 @@ async def test_a_scorer_of_the_run_scores_each_turn_and_may_be_lost(tmp_path: Pa
     async with scripted() as script:
         script.says("/classify", 200, json.dumps({"embedding": [0.25]}).encode())
         try:
-            with pytest.raises(RewardError, match="only workers of a run know its address") as caught:
+            with pytest.raises(
+                RewardError, match="only the workers of a run know the scorer's address"
+            ) as caught:
                 await reward.score_episode(episode)
             assert caught.value.reason is FailReason.REWARD_ERROR
             servers = Servers("an engine", lane="reward")
