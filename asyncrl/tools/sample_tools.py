@@ -87,7 +87,7 @@ def _find_unused(tools: Mapping[str, Tool], sample_tools: SampleTools) -> Iterat
         )
 
         for key in keywords.keys() - accepted_arguments(constructor, keywords).keys():
-            yield f"tools_kwargs.{name} contains {key!r}, but the tool has no parameter with this name"
+            yield f"tools_kwargs.{name} contains {key!r}, but the tool has no such parameter"
         for key in sorted(key for key in UNUSED_KEYS if tool_keywords and tool_keywords.get(key)):
             yield f"tools_kwargs.{name} contains {key}, but only create_kwargs are used"
 

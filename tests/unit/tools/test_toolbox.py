@@ -410,8 +410,8 @@ def test_arguments_that_nothing_takes_are_reported_before_the_run() -> None:
     problems, ignored = check_sample_tools(loaded_tools, [json.dumps({"tools_kwargs": kwargs})] * 3)
     assert not problems
     assert ignored == [
-        "sample 0: tools_kwargs.calculator contains 'ground_truth', but the tool has no parameter with this name",
-        "sample 0: tools_kwargs.notes contains 'pages', but the tool has no parameter with this name",
+        "sample 0: tools_kwargs.calculator contains 'ground_truth', but the tool has no such parameter",
+        "sample 0: tools_kwargs.notes contains 'pages', but the tool has no such parameter",
         "sample 0: tools_kwargs.notes contains execute_kwargs, but only create_kwargs are used",
     ]
 
