@@ -12,7 +12,7 @@ USER_INSTRUCTIONS = """You play a user who talks with an assistant. Who you are 
 
 {scenario}
 
-Write only the user's next message: short, natural, in character. Tell details when you are asked for them.
+Write only the user's next message: short, natural, in character. Give details when you are asked for them.
 Never do the assistant's work. When you have what you wanted, or it is plain that you will not get it, write
 {stop} and nothing else."""
 

@@ -68,7 +68,7 @@ TRACEBACK_FRAME = re.compile(r'^ +File "([^"<>]+)", line (\d+)', re.MULTILINE)
 INSTALLED_PATH = re.compile(r"/(site|dist)-packages/|/lib/python\d")
 
 Streams = tuple[int, int, int]
-"""Descriptors of a program's standard input, output and error."""
+"""File descriptors for a program's standard input, output and error."""
 
 
 class LocalWorkspace:

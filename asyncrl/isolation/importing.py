@@ -39,7 +39,7 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
     event loops."""
     if name and (not NAME_PATTERN.fullmatch(name) or name.startswith("sha256-")):
         raise ConfigError(
-            f"--name {name!r}: use up to 100 letters, digits and . _ -, and do not begin with sha256-"
+            f"--name {name!r}: use up to 100 letters, digits and . _ -; the name must not begin with sha256-"
         )
 
     if source != "-" and not os.path.exists(source):

@@ -76,11 +76,11 @@ class Tool:
     timeout: float | None = None
     """Time limit in seconds; None means the caller's default."""
     retries: int = 0
-    """Maximum number of retries of a call that raised, with growing pauses, before the deadline."""
+    """Maximum number of retries for a call that raised an error, with growing pauses, within the deadline."""
     concurrency: int | None = None
-    """Maximum number of calls of this tool that one worker runs at once; None: unlimited."""
+    """Maximum number of calls to this tool that one worker runs at once; None means no limit."""
     rate: float | None = None
-    """Maximum number of calls of this tool that one worker starts per second; None: unlimited."""
+    """Maximum number of calls to this tool that one worker starts per second; None means no limit."""
     replay: Replay = "pure"
     """How recorded calls are treated when an episode continues after a crash. `pure`: use the recorded reply;
     `reapply`: run the call again to rebuild its effects; `no`: start the episode again."""
@@ -91,7 +91,7 @@ class Tool:
     process: bool = False
     """Run a sync function in a process from a pool; the deadline can kill this process."""
     env: tuple[str, ...] = ()
-    """With `process`: environment variables for the process, in addition to the usual ones
+    """With `process`: environment variables for the process, in addition to the usual variables
     (isolation/child.py)."""
     remake: Callable[..., Tool] | None = None
     """The factory that created the tool, for samples that bring constructor arguments."""

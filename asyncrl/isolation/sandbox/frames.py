@@ -33,8 +33,8 @@ READ = b"r"
 MAX_SOURCE_BYTES = {b"c": 60_000, b"p": 4 << 20, b"s": 60_000, b"e": 1 << 20} | dict.fromkeys(
     (COLLECT, APPLY, WRITE, READ), 1 << 20
 )
-"""Kinds of a request (cell, program, shell, exec; collect or apply changes; write or read a file) and the
-bytes that a source may have: a cell is sent without waiting for the reader, a command is one argument."""
+"""Kinds of request (cell, program, shell, exec; collect or apply changes; write or read a file) and the size
+limit of the source in bytes: a cell is sent without waiting for the reader, and a command is one argument."""
 
 
 class RunEnding(enum.StrEnum):

@@ -85,7 +85,7 @@ WARDEN_ONLY_CALLS: dict[str, Numbers] = {
     "landlock_restrict_self": (446, 446),
     "seccomp": (317, 277),  # a process may hold megabytes of filters
 }
-"""System calls that are refused to the code, but not to the warden, which needs them to start the code."""
+"""System calls that are forbidden to the code, but not to the warden, which needs them to start the code."""
 
 SOCKET: Numbers = (41, 198)
 SOCKETPAIR: Numbers = (53, 199)

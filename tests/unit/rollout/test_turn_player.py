@@ -221,7 +221,7 @@ def test_the_reason_names_the_line_of_the_environment() -> None:
     end = TurnBench(["7"], nothing, Broken).failed()
     line = Broken.step.__code__.co_firstlineno + 1
     expected_reason = f"OSError: the board fell down (test_turn_player.py:{line})"
-    assert end.detail == f"the environment's step failed:  {expected_reason}"
+    assert end.detail == f"the environment's step failed: {expected_reason}"
 
 
 class Stubborn(Game):
