@@ -162,7 +162,7 @@ class EpisodeObject:
                 value = await call_without_deadline(read_result, blocking=self._blocking)
                 if member_name != "result":
                     value = {"reward": None if value is None else finite_number("the reward", value)}
-                return checked_result(value, "the result")
+                return checked_result(value, "the method")
 
         try:
             object_result = await call_user(call_result, self._call_seconds)

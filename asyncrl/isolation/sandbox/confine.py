@@ -49,8 +49,8 @@ SANDBOX_HOME = "/sandbox"
 NEW_ROOT = "/proc"  # the new root is built here: /proc exists everywhere, and no path below it is shown
 SHELL_PATHS = ("/bin/bash", "/bin/sh")
 DEVICE_SOURCES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
-"""Maps names in the sandbox to devices outside. /dev/zero is /dev/full, which also reads as zeros but cannot be
-mapped, because no limit counts memory mapped from /dev/zero."""
+"""Maps names in the sandbox to devices outside. /dev/zero is /dev/full, which also reads as zeros but cannot
+be mapped, because no limit counts memory mapped from /dev/zero."""
 ROOT_LINKS = {
     "tmp": SANDBOX_HOME,
     "dev/shm": SANDBOX_HOME,

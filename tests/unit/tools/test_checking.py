@@ -192,9 +192,15 @@ def through_components(properties: dict[str, Any]) -> dict[str, Any]:
         ),
         ({"dependentSchemas": {"x": ref("#")}}, "contains a reference loop"),
         ({"$dynamicAnchor": "top", "allOf": [{"$dynamicRef": "#top"}]}, "contains a reference loop"),
-        (ref("https://example.org/schema.json"), "refers to 'https://example.org/schema.json', which is not"),
-        ({"properties": {"x": ref("file:///etc/passwd")}}, "refers to 'file:///etc/passwd', which is not"),
-        ({"items": ref("#/$defs/none")}, "refers to '/$defs/none', which is not"),
+        (
+            ref("https://example.org/schema.json"),
+            "refers to 'https://example.org/schema.json', which the schema lacks",
+        ),
+        (
+            {"properties": {"x": ref("file:///etc/passwd")}},
+            "refers to 'file:///etc/passwd', which the schema lacks",
+        ),
+        ({"items": ref("#/$defs/none")}, "refers to '/$defs/none', which the schema lacks"),
         (through_components({"b": ref("#/components/B")}), "contains a reference loop at '#/components/B'"),
         (
             through_components({"b": ref("#/components/none")}),

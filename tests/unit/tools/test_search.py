@@ -252,12 +252,12 @@ def test_an_index_that_could_not_be_finished_leaves_nothing(tmp_path: Path) -> N
         (
             "halves.jsonl",
             '{"text": "a"}\n{"text": "\\ud800"}\n',
-            "document 2: it has .*ud800.*half of a character",
+            "document 2: the text contains .*ud800.*half of a character",
         ),
         (
             "halves.json",
             '[{"text": "a", "title": "\\udc00"}]',
-            "document 1: it has .*udc00.*half of a character",
+            "document 1: the text contains .*udc00.*half of a character",
         ),
         ("empty.jsonl", "", "is empty"),
         ("wordless.jsonl", '{"text": "?"}', "no words to search"),

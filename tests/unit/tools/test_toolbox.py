@@ -378,7 +378,7 @@ def test_arguments_that_contradict_each_other_are_refused() -> None:
 @pytest.mark.parametrize(
     ("extra_info", "complaint"),
     [
-        ({"tools": "echo"}, "sample 3: extra_info, tools or tools_kwargs .*Expected `array"),
+        ({"tools": "echo"}, "sample 3: cannot read extra_info, tools or tools_kwargs .*Expected `array"),
         ({"tools_kwargs": {"echo": 3}}, "tools_kwargs.echo must be an object"),
         (
             {"tools_kwargs": {"echo": {"create_kwargs": 3}}},
@@ -500,7 +500,11 @@ def test_objects_leave_a_result_for_the_reward() -> None:
 
 @pytest.mark.parametrize(
     ("way", "why"),
-    [("raises", "ValueError: no way"), ("hangs", "no reply within 0.2 s"), ("text", "it returned a str")],
+    [
+        ("raises", "ValueError: no way"),
+        ("hangs", "no reply within 0.2 s"),
+        ("text", "the method returned a str"),
+    ],
 )
 def test_a_result_that_fails_or_hangs_is_a_tool_error(way: str, why: str) -> None:
     with pytest.raises(ToolError, match=f"Leaves.result: .*{why}"):
@@ -518,5 +522,5 @@ def test_two_tools_do_not_leave_the_same() -> None:
         await session.open()
         await session.result()
 
-    with pytest.raises(ToolError, match="two tools return 'calls' as their result; use one"):
+    with pytest.raises(ToolError, match="two tools return 'calls' as their result; use only one"):
         asyncio.run(play())
