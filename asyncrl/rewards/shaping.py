@@ -30,7 +30,7 @@ class ShapingInput:
 
 
 Shaping = Callable[..., float]
-"""`(given: ShapingInput, *, options…) -> float`: what is added to the reward, on the last turn."""
+"""`(given: ShapingInput, *, options…) -> float`: the number to add to the reward of the last turn."""
 
 shapings: Registry[Shaping] = Registry("shaping")
 SHAPING_CALL = Call("def shaping(given: ShapingInput, *, options)", ("given",))

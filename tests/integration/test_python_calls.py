@@ -135,7 +135,7 @@ def test_a_second_call_of_a_script_is_refused(tmp_path: Path) -> None:
     printed, errors = script.communicate(timeout=DEADLINE)
     assert script.returncode == 1, printed
     last_line = errors.rstrip().splitlines()[-1]
-    assert "asyncrl.train() is called by code that a run has loaded" in last_line
+    assert "asyncrl.train() was called by code that a run has loaded" in last_line
     assert '`if __name__ == "__main__":`' in last_line
     assert not list((tmp_path / "runs").glob("*/config.yaml"))
 

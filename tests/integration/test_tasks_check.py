@@ -41,7 +41,7 @@ TASKS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"solve": f"{SOLVE}echo no such thing >&2; exit 3\n"},
         ["solve.sh did not succeed (failed, exit status 3): no such thing"],
     ),
-    "g-silent": ({"test": "exit 0\n"}, ["untouched: task g-silent, even without changes: no verdict"]),
+    "g-silent": ({"test": "exit 0\n"}, ["untouched: task g-silent fails even without changes: no verdict"]),
     "h-tries": ({"test": f"#!/bin/bash\n{TRIES}{TEST}", "solve": f"#!/bin/bash\n{TRIES}{SOLVE}"}, []),
     "i-unsolved": ({"solve": ""}, [r"solved: solution/solve\.sh is missing"]),
     "j-shown": ({}, ["agents can see /solution"]),

@@ -105,6 +105,6 @@ def test_a_run_starts_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tools, rewards and their children, those of multiprocessing too, have the variable."""
     monkeypatch.setenv(INSIDE_RUN, "1")
     with pytest.raises(
-        ConfigError, match=r"asyncrl.train\(\) is called in a process of a run, .*: call it in"
+        ConfigError, match=r"asyncrl.train\(\) was called in a process of a run, .*; call it in"
     ):
         train("experiment=calculator")

@@ -130,7 +130,7 @@ def test_signs_of_life_alone_are_no_progress(coordinator: Coordinator) -> None:
         coordinator._on_control(RANK, TrainerHeartbeat(0, 0.0, 0.0, "trajectories of step 1"), [], float(now))
     beats(coordinator, PROGRESS + 20, in_time=True)
     assert coordinator.lifecycle.phase is Phase.STOPPING
-    assert "no episode has ended" in coordinator.lifecycle.error
+    assert "no episode has finished" in coordinator.lifecycle.error
 
 
 def rank(coordinator: Coordinator, now: float) -> None:

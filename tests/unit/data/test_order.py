@@ -103,7 +103,7 @@ def test_a_hook_orders_the_samples_of_an_epoch(tmp_path: Path) -> None:
     [
         ("first_only", "returned 5 numbers that are not a reordering of the 5 numbers in `drawn`"),
         ("breaks", r"epoch 0: TypeError: .* \(hook.py:13\)"),
-        ("short", r"short \(hook.py:15\) takes other arguments .*write def order\(samples, drawn, epoch\)"),
+        ("short", r"short \(hook.py:15\) cannot be called .*write def order\(samples, drawn, epoch\)"),
     ],
 )
 def test_a_hook_that_cannot_be_used_is_named(tmp_path: Path, name: str, complaint: str) -> None:

@@ -209,7 +209,7 @@ def test_whatever_a_data_set_raises_is_an_error_of_its_key(tmp_path: Path, numbe
     [
         ("rows", r"rows\('small'\) failed: IndexError: .* \(own.py:15\); the call must return"),
         ("numbers", "yielded a row of type int; every row must be a dict"),
-        ("nothing", r"nothing \(own.py:22\) takes other arguments"),
+        ("nothing", r"nothing \(own.py:22\) cannot be called with the expected arguments"),
         ("empty", "small: the data set is empty"),
         ("deep", "small, sample 1: a value is nested too deeply; flatten the value"),
         ("none", "has no 'none'"),

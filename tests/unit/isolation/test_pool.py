@@ -65,7 +65,7 @@ SURVIVED = {
 }
 FATAL = {
     "segv": "the child was killed by SIGSEGV",
-    "leave": "the child ended with exit code 3",
+    "leave": "the child exited with code 3",
     "garbage": "the child sent an unreadable answer",
     "flood": "the child sent an answer of 4294967295 bytes",
     "hang": "",
@@ -122,7 +122,7 @@ async def test_waiting_for_a_process_has_a_bound() -> None:
         await pool.ask("fine")
         hung = asyncio.create_task(pool.ask("hang"))
         await asyncio.sleep(0)  # it has the only process now
-        assert await pool.ask("fine", patience=0.1) == "the child was not free for 0.1 s"
+        assert await pool.ask("fine", patience=0.1) == "the child was busy for 0.1 s"
         hung.cancel()
         assert await pool.ask("fine") == "fine"
 

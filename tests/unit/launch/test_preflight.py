@@ -228,7 +228,7 @@ def test_two_objects_that_both_leave_a_reward_are_warned_of(given: Given) -> Non
     notes = asyncio.run(preflight.try_sample(Inputs(given.config()).parts, sample))
     assert [note.text for note in notes if note.level == "warning"] == [
         "the tools return no result for the reward: ToolError: two tools return 'reward' as their result; "
-        "use one of them"
+        "use only one of them"
     ]
 
 

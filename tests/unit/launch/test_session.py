@@ -171,7 +171,7 @@ def test_a_lost_role_lets_the_coordinator_write_down_where_it_was(play: Play) ->
         play.hub.send(peer, Status("running", 1, 9, {}, ()))
         play.processes["rollout-0"].code = 70
         _, stop = play.hear(Stop)
-        assert "rollout-0 ended with exit code 70" in stop.reason
+        assert "rollout-0 exited with code 70" in stop.reason
         play.processes["coordinator-0"].code = 0
 
     ending = play.run(part)

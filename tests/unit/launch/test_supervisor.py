@@ -275,7 +275,7 @@ def test_a_coordinator_that_was_about_to_be_restarted_is_so_for_a_stop(world: Wo
 def test_exits_are_described() -> None:
     assert describe_exit(-9) == "was killed by SIGKILL"
     assert describe_exit(-99) == "was killed by signal 99"
-    assert describe_exit(3) == "ended with exit code 3"
+    assert describe_exit(3) == "exited with code 3"
 
 
 def test_a_worker_that_leaves_while_the_run_goes_on_is_replaced(world: World) -> None:
@@ -283,6 +283,6 @@ def test_a_worker_that_leaves_while_the_run_goes_on_is_replaced(world: World) ->
     world.newest("rollout-0").code = 0
     assert world.supervisor.poll_processes(0.0) is None
     assert world.supervisor.poll_processes(LEAVE_SECONDS + 1) is None
-    assert "rollout-0 ended with exit code 0" in world.notes[-1]
+    assert "rollout-0 exited with code 0" in world.notes[-1]
     world.supervisor.poll_processes(LEAVE_SECONDS + 2)
     assert world.newest("rollout-0").code is None

@@ -201,7 +201,7 @@ def test_an_episode_of_side_requests_alone_fails() -> None:
     end = bench.failed()
     assert (end.reason, end.detail) == (
         FailReason.AGENT_ERROR,
-        "the agent ended without calling the model, except in side requests (from agents in "
+        "the agent exited without calling the model, except in side requests (from agents in "
         "rollout.untrained_agents, or not in `agents`)",
     )
 
@@ -374,7 +374,7 @@ FAILURES = {
     ),
     "awaits what it cancelled": (cancelled, "CancelledError (test_agent_player.py"),
     "cancels itself": (cancelling, "cancelled by its own code"),
-    "never asks": (silent, "ended without calling"),
+    "never asks": (silent, "exited without calling"),
     "returns what is no result": (odd, "returned a value of type str"),
 }
 

@@ -225,7 +225,7 @@ def test_closing_ends_a_fetch_that_goes_on(machines: Machines, monkeypatch: pyte
     monkeypatch.setattr(
         module, "_received_piece", lambda *answer: (piece(*answer), mirror._closing_event.set())[0]
     )
-    with pytest.raises(Unreachable, match="this process ends"):
+    with pytest.raises(Unreachable, match="this process is shutting down"):
         brought(mirror, ref)
 
 

@@ -195,7 +195,7 @@ def report(*answers: Loaded) -> Callable[[ServerSupervisor, ServerVersions], Awa
 
 
 def test_files_that_a_server_refuses_from_the_start_are_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="3 loads in a row failed; the last one: WeightsError: refused"):
+    with pytest.raises(ConfigError, match="3 loads in a row failed; last error: WeightsError: refused"):
         keep(tmp_path, report(*[FAILED] * LOAD_TRIES))
 
 
