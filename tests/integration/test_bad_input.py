@@ -90,7 +90,11 @@ CASES: dict[str, tuple[Callable[[Given], object], str, str]] = {
     "no model": (no_run, "model.path=nowhere", "nowhere"),
     "raising reward": (raising_reward, "", "import fails"),
     "less than a batch": (no_run, "buffer.groups_per_batch=5", "4 samples"),
-    "no Ray cluster": (no_run, "launch.ray_address=auto", "launch.ray_address 'auto': no Ray cluster"),
+    "no Ray cluster": (
+        no_run,
+        "launch.ray_address=auto",
+        "launch.ray_address: cannot connect to a Ray cluster at 'auto'",
+    ),
     "nobody at the Ray address": (no_run, "launch.ray_address='127.0.0.1:9'", "ray_address '127.0.0.1:9'"),
     "no Ray address": (no_run, "launch.ray_address=nonsense", "launch.ray_address 'nonsense'"),
 }

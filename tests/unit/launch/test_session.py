@@ -316,7 +316,7 @@ def test_a_run_that_begins_behind_an_interrupt_was_not_asked_to_stop(play: Play)
 def test_a_coordinator_that_never_comes_is_named(tmp_path: Path) -> None:
     play = Play(tmp_path, start_timeout=0.01)
     ending = play.run(lambda: None)
-    assert ending.code == 1 and "no status from the coordinator after" in ending.error
+    assert ending.code == 1 and "the coordinator sent no status for" in ending.error
     play.hub.close()
 
 
