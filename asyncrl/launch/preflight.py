@@ -600,7 +600,9 @@ def describe_packing(inputs: Inputs) -> Iterator[Note]:
         )
 
     if problem:
-        yield ok(f"rows: padded instead of {wanted_packing} (trainer.packing): {architecture} {problem}")
+        yield ok(
+            f"rows: padded instead of {wanted_packing} (trainer.packing), because {architecture} {problem}"
+        )
     elif wanted_packing == "padded" or uses_gpu(config, sees_gpu(config)) is False:
         yield ok(f"rows: {wanted_packing} (trainer.packing)")
     else:

@@ -98,7 +98,7 @@ def test_attention_of_its_own_is_named_before_the_start(
 
     assert cli.main(["train", "--dry-run", *given.overrides, engine_of_a_user(given)]) == 0
     (rows_line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("rows:"))
-    assert rows_line.startswith("rows: padded instead of tree (trainer.packing): StableLmForCausalLM")
+    assert rows_line.startswith("rows: padded instead of tree (trainer.packing), because StableLmForCausalLM")
     assert rows_line.endswith(OWN_ATTENTION)
 
 

@@ -288,7 +288,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "warning: tensors": [
         (
             added("draft.fc.weight", 2),
-            r"have 1 tensor \(draft.fc.weight\) that .* does not use: they are not trained",
+            r"have 1 tensor \(draft.fc.weight\) that .* does not use: unused tensors are not trained",
         )
     ],
     "error: template": [
@@ -415,7 +415,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "error: weights": [
         (beyond_shared_memory, "weights.directory=run"),
         (file("f", "", "weights.directory=/weights"), "f is not a writable directory; set weights.directory"),
-        ({"weights.directory": "shared"}, "'shared' is not auto, shm, run or an absolute path"),
+        ({"weights.directory": "shared"}, "'shared' is neither auto, shm or run nor an absolute path"),
     ],
     "error: servers": [
         ([SGLANG, {"engine.api_key_env": "ASYNCRL_NO_KEY"}], "engine.api_key_env: ASYNCRL_NO_KEY is not set"),

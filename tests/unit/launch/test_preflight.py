@@ -229,8 +229,8 @@ def test_two_objects_that_both_leave_a_reward_are_warned_of(given: Given) -> Non
     sample = Sample(0, "d", (Message("user", "?"),), "null", extra_info_json='{"secret": 7}')
     notes = asyncio.run(preflight.try_sample(Inputs(given.config()).parts, sample))
     assert [note.text for note in notes if note.level == "warning"] == [
-        "the tools fail to return a result for the reward: ToolError: two tools return 'reward' as their result; "
-        "use one of them"
+        "the tools fail to return a result for the reward: ToolError: two tools return 'reward' as their "
+        "result; use one of them"
     ]
 
 

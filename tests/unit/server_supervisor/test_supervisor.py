@@ -262,10 +262,10 @@ def test_another_model_shows_at_the_first_probe(tmp_path: Path) -> None:
     ("labels", "complaint"),
     [
         ([REF.label, "default"], "holds 'default' instead of 'e1-v1'"),
-        ([REF.label, *[EngineError("nobody there")] * 3], "no answer after 3 attempts"),
+        ([REF.label, *[EngineError("nobody there")] * 3], "its server did not answer 3 times in a row"),
         (
             [*[EngineError("busy")] * 2, REF.label, *[EngineError("gone")] * 3],
-            "no answer after 3 attempts: gone",
+            "its server did not answer 3 times in a row: gone",
         ),
     ],
     ids=["restarted", "silent", "silent for a moment, then for good"],

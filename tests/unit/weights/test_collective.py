@@ -521,7 +521,7 @@ async def test_a_question_out_of_turn_ends_the_push(spawn, sender):
     reader, writer = await asyncio.open_connection(*_address(ref))
     await ask_question(reader, writer, VersionRequest("odd", PolicyVersion(0, 1), 1, 10.0))
     answer = await ask_question(reader, writer, BucketRequest(2))
-    assert "asked for bucket 2 when 0 were sent" in answer.reason
+    assert "the engine requested bucket 2, but 0 were sent" in answer.reason
 
 
 async def test_closing_the_sender_ends_its_pushes(spawn):

@@ -198,7 +198,7 @@ def test_modules_can_be_chosen(qwen3_5: Path) -> None:
             "qwen3_5",
             ["qkv"],
             {},
-            r"^model\.lora_modules: .* has no trainable linear layers named qkv; choose from down_proj, gate_proj, .*",
+            r"^model\.lora_modules: .* has no trainable linear layers named qkv; choose from down_proj, .*",
         ),
         (
             "qwen3_5",
