@@ -92,7 +92,7 @@ class Inputs:
                 advice = ""
             reason = str(error) or "the program did not answer in time"
             raise ConfigError(
-                f"rollout.agent.{name}: cannot run {place_text} ({reason}); set `program` to its path{advice}"
+                f"rollout.agent.{name}: cannot run {place_text}: {reason}; set `program` to its path{advice}"
             ) from error
 
     @cached_property

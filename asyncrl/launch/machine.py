@@ -241,7 +241,7 @@ def check_shared_memory(inputs: Inputs) -> Iterator[Note]:
         text += ", and NCCL needs 1 GB" if lacks_room else ", but NCCL needs 1 GB"
 
     if is_small and (lacks_room or nccl_lacks_room):
-        advice = ", or set weights.directory to run or to a path on a fast disk" if lacks_room else ""
+        advice = ", or set weights.directory=run or a path on a fast disk" if lacks_room else ""
         yield warning(f"{text}; in a container, use docker run --shm-size=16g or --ipc=host{advice}")
     else:
         yield ok(text)

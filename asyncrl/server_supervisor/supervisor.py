@@ -204,8 +204,8 @@ class ServerSupervisor:
                     return server
         except TimeoutError:
             raise EngineError(
-                f"{self.name}: its server was not ready within engine.start_timeout ({start_timeout:g} s); its "
-                "output is above"
+                f"{self.name}: its server was not ready within engine.start_timeout ({start_timeout:g} s); "
+                "its output is above"
             ) from None
 
     async def _attach(self, url: str, fresh: bool = False) -> Attached:

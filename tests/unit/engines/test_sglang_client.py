@@ -138,7 +138,7 @@ async def test_a_request_that_ends_without_a_token_is_a_loss():
 @pytest.mark.parametrize(
     ("parts", "cut", "text"),
     [
-        ([event([5], 1), event([6], 2)], True, "the stream of /generate"),
+        ([event([5], 1), event([6], 2)], True, "the stream from /generate"),
         ([event([5, 6], 2), event([], 2, finish=ABORT), DONE], False, "aborted the request "),
         ([event([5, 6], 2), DONE], False, "ended before the request was finished"),
         ([event([5, 6], 2)], False, "ended prematurely"),

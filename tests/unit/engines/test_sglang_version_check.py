@@ -149,7 +149,7 @@ async def test_a_newer_version_that_does_what_the_run_needs_starts_with_one_line
         assert labels == ["default"], "workers discard tokens of other labels"
         (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING][-1:]
         assert f"{script.url} runs SGLang 0.6.0 (the tested version is {TESTED_VERSION}) and" in line
-        assert "a request across a pause (in_place), the label of the weights" in line
+        assert "sampling a request across a pause (in_place), relabeling the weights" in line
 
 
 async def test_a_reward_server_of_another_version_is_asked_to_classify_alone(config: RunConfig) -> None:
@@ -219,7 +219,7 @@ async def test_a_server_without_a_list_of_routes_is_refused(config: RunConfig):
     async with scripted() as script:
         NewerServer(script)
         script.says("/openapi.json", 404, b'{"detail":"Not Found"}')
-        with pytest.raises(ConfigError, match=r"cannot read its routes .*/openapi.json answered 404"):
+        with pytest.raises(ConfigError, match=r"cannot read its routes .*/openapi.json returned 404"):
             await look_at_server(config, script.url)
 
 
@@ -228,7 +228,9 @@ async def test_a_step_that_fails_is_named(config: RunConfig, monkeypatch: pytest
     async with scripted() as script:
         server = NewerServer(script)
         script.says("/pause_generation", 400, b'{"error":{"message":"no such mode"}}')
-        with pytest.raises(ConfigError, match=r"a request across a pause \(in_place\): .*no such mode"):
+        with pytest.raises(
+            ConfigError, match=r"sampling a request across a pause \(in_place\) failed: .*no such mode"
+        ):
             await attach(config, script.url)
 
         server = NewerServer(script)
@@ -237,7 +239,7 @@ async def test_a_step_that_fails_is_named(config: RunConfig, monkeypatch: pytest
             await attach(config, script.url)
 
         server.logprob_factor = 0.5
-        with pytest.raises(ConfigError, match=r"log-probs of a text: .*5.5 is not a valid log-prob"):
+        with pytest.raises(ConfigError, match=r"scoring a text failed: .*5.5 is not a valid log-prob"):
             await attach(config, script.url)
 
         server = NewerServer(script)

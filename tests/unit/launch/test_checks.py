@@ -451,7 +451,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ([MISTRAL, CALCULATOR], "parser is hermes.*set rollout.parser=mistral"),
         (
             [large, {"trainer.lr": 1e-6}],
-            "lr=1e-06 is far from the usual 2e-05 for 100.0 M param.* than 1.5e-06",
+            "lr=1e-06 is far from the usual 2e-05 for 100.0 M param.* below 1.5e-06",
         ),
         ([large, {"model.lora_rank": 8, "trainer.lr": 1e-2}], "for adapters on 100.0 M parameters"),
         ([CORES[2], {"launch.threads": 2}], "means 4 busy threads on 2 cores.*set launch.threads=1"),

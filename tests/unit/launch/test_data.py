@@ -205,7 +205,7 @@ def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given:
     *others, unnamed = given.notes("data")
     assert {note.level for note in others} == {"ok"} and unnamed.level == "warning"
     assert unnamed.text.startswith(
-        "data.train: 4 of 4 tasks name no tests: their score is whatever test.sh says"
+        "data.train: 4 of 4 tasks do not name their tests: their score is whatever test.sh says"
     )
     bare_image(images, "bare", "app", digest="sha256-anew")
     assert (

@@ -235,7 +235,7 @@ def test_the_time_of_a_run_follows_from_what_the_cpu_multiplies(
         "about 3.7 minutes: per step, 60 s of training and 20 s of sampling in parallel" in line
     )  # 3·60 + 2·20
     recomputed = {"lr": 1e-5, "activation_checkpointing": "full"}
-    assert "with 80 s of training" in next(describe_time(config(model, **more, trainer=recomputed), 0, 100))
+    assert "80 s of training" in next(describe_time(config(model, **more, trainer=recomputed), 0, 100))
     assert not list(describe_time(config(model, engine={"name": "sglang"}), 0, 100))
 
 
@@ -261,7 +261,7 @@ def test_the_plan_says_what_checkpoints_take(model: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(estimates.shutil, "disk_usage", lambda path: SimpleNamespace(free=4_000_000_000))
     lines = describe_costs(config(model, model={"dtype": "float32"}), has_gpu=False)
     assert "100.0 M parameters, all weights trained, float32" in lines[0]
-    assert "1.6 GB each, every 50 steps; at most 3 at once: 4.8 GB of 4.0 GB free" in lines[1]
+    assert "1.6 GB each, every 50 steps; at most 3 at once: 4.8 GB of the 4.0 GB free" in lines[1]
     assert "adapters of rank 4" in describe_costs(config(model, model={"lora_rank": 4}), has_gpu=True)[0]
 
 
@@ -399,7 +399,7 @@ def test_a_rank_may_hold_a_copy_for_each_sender_and_one_more(
 def test_a_model_that_cannot_be_estimated_ends_nothing(model: Path) -> None:
     (model / "config.json").write_text("{}")
     (line,) = describe_memory(config(model), has_gpu=False)
-    assert line.level == "warning" and line.text.startswith("cannot estimate the memory of a trainer rank: ")
+    assert line.level == "warning" and line.text.startswith("cannot estimate a trainer rank's memory: ")
 
 
 @pytest.mark.parametrize(

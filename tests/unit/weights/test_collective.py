@@ -369,7 +369,7 @@ async def test_another_nccl_is_named_on_both_sides(spawn, sender, monkeypatch, s
 
     def refuse() -> None:
         raise WeightsError(
-            "server http://127.0.0.1:9: /update_weights_from_distributed answered 400: Failed to receive "
+            "server http://127.0.0.1:9: /update_weights_from_distributed returned 400: Failed to receive "
             "weights: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
             f"{kind} (run with NCCL_DEBUG=WARN for details), NCCL version {server_nccl} …"
         )

@@ -188,7 +188,7 @@ def test_modules_can_be_chosen(qwen3_5: Path) -> None:
     config = resolved(qwen3_5, lora_modules=["q_proj", "in_proj_qkv"])
     adapters = Adapters(skeleton(qwen3_5), config.adapters, config.model.lora_modules)
     assert {layer.rpartition(".")[2] for layer in adapters.specs[""].layers} == {"q_proj", "in_proj_qkv"}
-    assert "left out, because model.lora_modules lacks them: " in describe_coverage(config)
+    assert "left out, because model.lora_modules does not list them: " in describe_coverage(config)
 
 
 @pytest.mark.parametrize(
