@@ -203,9 +203,9 @@ def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
     change_tool_count = sum(hasattr(getattr(state, "func", state), "result") for state in states)
     if uses_tests and change_tool_count != 1:
         problem = (
-            f"{change_tool_count} of the rollout.tools change files, but tasks need exactly one of them"
+            f"{change_tool_count} tools in rollout.tools change files, but tasks need exactly one such tool"
             if change_tool_count
-            else "none of the rollout.tools can change a task's files"
+            else "no tool in rollout.tools can change a task's files"
         )
         raise ConfigError(f"{problem}; set rollout.agent, or rollout.tools=[shell], [python] or [workspace]")
     return warnings

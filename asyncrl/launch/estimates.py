@@ -259,7 +259,7 @@ def describe_time(config: RunConfig, test_count: int, prompt_tokens: int) -> Ite
     yield (
         f"time          about {duration_text(total_seconds)}: per step, {duration_text(training_seconds)} of "
         f"training and {duration_text(sampling_seconds)} of sampling in parallel, if episodes fill "
-        "rollout.max_tokens; estimated from this CPU's speed at multiplying matrices"
+        "rollout.max_tokens; estimated from this CPU's matrix-multiplication speed"
     )
 
 

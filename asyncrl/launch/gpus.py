@@ -144,7 +144,7 @@ def check_nccl(inputs: Inputs) -> Iterator[Note]:
             "this build of torch lacks NCCL, which trainer ranks on GPUs need; install a build with NCCL"
         )
     else:
-        yield ok("not available, and not needed for one rank that publishes weights in files")
+        yield ok("not available, and not needed for one rank that publishes weights as files")
 
 
 @preflight_check("network", requires=("libraries",))

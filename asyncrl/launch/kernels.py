@@ -85,14 +85,14 @@ def check_package(package: KernelPackage, model_file: str, model_name: str, conf
         )
         supported = f"{package.distributions[-1]}>={package.oldest_version}"
         raise ConfigError(
-            f"{described}, {calls}; the kernels need {supported}; run pip install '{supported}' (with a "
+            f"{described}, {calls}, but the kernels need {supported}; run pip install '{supported}' (with a "
             f"GPU), or {removal}"
         )
 
     has_gpu = uses_gpu(config, sees_gpu(config))
     if has_gpu is False and package.module in bound_packages(model_file):
         raise ConfigError(
-            f"{name} is installed, {calls}; the kernels need a GPU, but this run does not use one; run "
+            f"{name} is installed, {calls}, but the kernels need a GPU, which this run does not use; run "
             f"{removal}, and torch will compute these layers"
         )
 

@@ -156,7 +156,7 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
     advice = f"run {program} -m pip install sglang=={sglang_version}"
     if sglang_version != TESTED_VERSION:
         yield warning(
-            f"{program}: sglang is {sglang_version}, but the tested version is {TESTED_VERSION}; each server "
+            f"{program} has sglang {sglang_version}, but the tested version is {TESTED_VERSION}; each server "
             "is checked when it starts, and rejected if it lacks a feature that the run needs"
         )
 

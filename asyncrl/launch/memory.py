@@ -208,7 +208,7 @@ def _with_chosen_recomputation(config: RunConfig, has_gpu: bool | None) -> tuple
             )
         ]
     return config, [
-        ok(f"{text}, the least with which a rank fits into {format_bytes(usable_bytes)} of GPU memory")
+        ok(f"{text}, the minimum for a rank to fit into {format_bytes(usable_bytes)} of GPU memory")
     ]
 
 

@@ -252,8 +252,8 @@ def check_model(config: RunConfig) -> None:
     if isinstance(head_count, int) and head_count % sequence_ranks:
         raise ConfigError(
             f"trainer.sequence_parallel ({sequence_ranks}) does not divide the model's {head_count} "
-            f"attention heads; set a divisor of the heads and of trainer.ranks: one of "
-            f"{divisors(gcd(head_count, config.trainer.ranks))}"
+            f"attention heads; set it to one of {divisors(gcd(head_count, config.trainer.ranks))}, "
+            "which divide both the heads and trainer.ranks"
         )
 
 

@@ -90,8 +90,8 @@ def check_run_directory(config: RunConfig) -> None:
     file_system_type = file_system_of(check_creatable(run_dir, "run_dir"))
     if file_system_type in NETWORK_FILE_SYSTEMS:
         raise ConfigError(
-            f"{run_dir}: is on a network file system ({file_system_type}), where the run store's write-ahead "
-            "log would fail; set run_dir to a directory on a local disk"
+            f"run_dir: {run_dir} is on a network file system ({file_system_type}), where the run store's "
+            "write-ahead log fails; set run_dir to a directory on a local disk"
         )
 
 

@@ -194,7 +194,7 @@ def describe_layer_difference(root: nn.Module, sequences: Sequence[np.ndarray], 
         )
 
         name = call_key[0]
-        effect = "mixes rows" if is_mixed else "computes rows together differently from rows one by one"
+        effect = "mixes rows" if is_mixed else "computes rows in one batch differently from single rows"
         return f"{name} ({type(layers[name]).__name__}) {effect}"
 
     return ""

@@ -100,8 +100,8 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         if self.unexpected_bytes > MAX_UNEXPECTED * self.total_bytes:
             percent = 100 * self.unexpected_bytes / self.total_bytes
             return (
-                f"its files have {_describe_names(self.unexpected)} that {self.model_class} does not use, "
-                f"{percent:.0f}% of their bytes, so config.json belongs to another model; correct "
+                f"its files have {_describe_names(self.unexpected)} that {self.model_class} does not use "
+                f"({percent:.0f}% of the bytes), so config.json belongs to another model; correct "
                 "config.json, or download the model again"
             )
 

@@ -268,7 +268,7 @@ def weights_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: 
     if setting not in ("auto", "shm"):
         if not Path(setting).is_absolute():
             raise ConfigError(
-                f"weights.directory: {setting!r} is neither auto, shm or run nor an absolute path"
+                f"weights.directory: {setting!r} is invalid; use auto, shm, run or an absolute path"
             )
         return Path(setting) / unique_name
 

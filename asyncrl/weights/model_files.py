@@ -169,7 +169,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path}: is missing, but a model directory needs this file") from None
+        raise ConfigError(f"{path}: missing; a model directory needs this file") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not readable as JSON ({error}); correct the file") from None
 

@@ -44,7 +44,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], str, str]] = {
     "qwen2_moe": ({"use_sliding_window": True, "max_window_layers": 1}, "", ""),
     "phimoe": (
         {"sliding_window": 2048},
-        "(limit 1e-03): layers.0.self_attn (PhimoeAttention) computes rows together differently",
+        "(limit 1e-03): layers.0.self_attn (PhimoeAttention) computes rows in one batch differently",
         "log-probs",
     ),
     "gpt_oss": ({}, "", ""),

@@ -203,9 +203,7 @@ def check_engine_server(config: RunConfig, url: str, info: ServerInfo, model: Mo
         missing_feature = (
             "max_total_num_tokens in /server_info" if info.enable_memory_saver else "--enable-memory-saver"
         )
-        raise ConfigError(
-            f"server {url} cannot sleep, as engine.colocated requires: it lacks {missing_feature}"
-        )
+        raise ConfigError(f"engine.colocated: server {url} cannot sleep, because it lacks {missing_feature}")
 
     if config.weights.transport != "disk" and info.dp_size != 1:
         raise ConfigError(
@@ -314,5 +312,5 @@ def _differences(own_config: Any, url: str, info: ServerInfo, model: ModelInfo) 
 
 
 def _model_config(path: str) -> Any:
-    with ConfigError.instead_of(OSError, ValueError, text=f"model {path}: has no usable config.json"):
+    with ConfigError.instead_of(OSError, ValueError, text=f"model {path} has no usable config.json"):
         return AutoConfig.from_pretrained(path, local_files_only=True)

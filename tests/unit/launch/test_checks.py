@@ -273,7 +273,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             eight_bits("up_proj.weight"),
             "up_proj.weight is F8_E4M3 in the files, but .*no quantization_config",
         ),
-        (added("draft.fc.weight", 999, 999), r"have 1 tensor \(draft.fc.weight\) .*% of their bytes"),
+        (added("draft.fc.weight", 999, 999), r"have 1 tensor \(draft.fc.weight\) .*% of the bytes"),
         (
             [{"kl.where": "loss"}, renamed("^", "_orig_mod.", key="kl.reference")],
             "kl.reference .*torch.compile",
@@ -415,7 +415,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "error: weights": [
         (beyond_shared_memory, "weights.directory=run"),
         (file("f", "", "weights.directory=/weights"), "f is not a writable directory; set weights.directory"),
-        ({"weights.directory": "shared"}, "'shared' is neither auto, shm or run nor an absolute path"),
+        ({"weights.directory": "shared"}, "'shared' is invalid; use auto, shm, run or an absolute path"),
     ],
     "error: servers": [
         ([SGLANG, {"engine.api_key_env": "ASYNCRL_NO_KEY"}], "engine.api_key_env: ASYNCRL_NO_KEY is not set"),

@@ -192,13 +192,13 @@ def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given:
     assert "data.train: sample 0 is not a task, but rollout.reward judges" in given.notes("data")[-1].text
     given.keys |= {"data.train": str(given.folder / "tasks"), "rollout.tools": []}
     assert (
-        "data.train: none of the rollout.tools can change a task's files; set rollout.agent"
+        "data.train: no tool in rollout.tools can change a task's files; set rollout.agent"
         in given.notes("data")[-1].text
     )
     given.keys["rollout.tools"] = ["calculator"]
-    assert "data.train: none of the rollout.tools can change a task's files" in given.notes("data")[-1].text
+    assert "data.train: no tool in rollout.tools can change a task's files" in given.notes("data")[-1].text
     given.keys["rollout.tools"] = ["shell", "python"]
-    assert "data.train: 2 of the rollout.tools change files, but" in given.notes("data")[-1].text
+    assert "data.train: 2 tools in rollout.tools change files, but" in given.notes("data")[-1].text
     given.keys["rollout.tools"] = ["shell", "calculator"]
     begin(given.config())
     given.keys["resume"] = "auto"

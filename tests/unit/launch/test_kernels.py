@@ -76,7 +76,9 @@ def test_another_version_is_refused(given: Given, packages: Path, version: str, 
 @pytest.mark.slow
 def test_kernels_without_a_gpu_are_refused(given: Given, packages: Path) -> None:
     install_fla(packages, "0.6.0")
-    problem = r"fla 0\.6\.0 is installed, .* layers of model\.path \(qwen3_5_text\); the kernels need a GPU"
+    problem = (
+        r"fla 0\.6\.0 is installed, .* layers of model\.path \(qwen3_5_text\), but the kernels need a GPU"
+    )
     with pytest.raises(ConfigError, match=problem):
         checked(given, model_type="qwen3_5", text_config={"model_type": "qwen3_5_text"})
 

@@ -200,7 +200,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         (python(""), r"sglang is not installed; run .* -m pip install sglang==0\.5\.23"),
     ],
     "warning: SGLang": [
-        (sglang("0.6.0"), r"sglang is 0\.6\.0, but the tested version is 0\.5\.23; each server is checked"),
+        (sglang("0.6.0"), r"has sglang 0\.6\.0, but the tested version is 0\.5\.23; each server is checked"),
         ([ENOUGH, sglang(sgl_kernel="")], "slower.*flashinfer.*pip install sglang==0.5.23"),
         (python("kill -SEGV $$"), r"\(the interpreter was killed by SIGSEGV\)"),
         (python("echo no module >&2; exit 1"), r"\(no module\)"),

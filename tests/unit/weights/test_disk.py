@@ -283,6 +283,6 @@ def test_a_weights_directory_of_its_own(tmp_path, monkeypatch):
 @pytest.mark.parametrize("where", ["shared/weights", "ram", "~/weights"])
 def test_a_weights_directory_that_is_none(tmp_path, where):
     with pytest.raises(
-        ConfigError, match=rf"weights.directory: '{where}' is neither auto, shm or run nor an abs"
+        ConfigError, match=rf"weights.directory: '{where}' is invalid; use auto, shm, run or an abs"
     ):
         disk.weights_directory(where, tmp_path, "demo", 0)
