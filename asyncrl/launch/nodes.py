@@ -176,7 +176,7 @@ class NodeAssignment:
             advice = "start asyncrl on another machine"
         else:
             where_text = "one machine"
-            advice = "change trainer.ranks, or the keys servers and tp of engine and scorers"
+            advice = "change trainer.ranks or the keys servers and tp of engine and scorers"
 
         if pool and not any(pool in node.resources for node in nodes):
             return (

@@ -326,7 +326,7 @@ def test_quantized_models_are_refused_where_ranks_read_them(
     check_not_quantized(config)
 
     (paths[key] / "config.json").write_text(json.dumps(model_settings))
-    message = rf"^{key} .*: its weights are quantized \({method}\), .* bfloat16 version of the model{advice}"
+    message = rf"^{key} .*: the weights are quantized \({method}\), .* bfloat16 version of the model{advice}"
     with pytest.raises(ConfigError, match=message):
         check_not_quantized(config)
 

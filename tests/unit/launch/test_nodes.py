@@ -118,7 +118,7 @@ def test_a_pool_is_used_by_its_role_alone() -> None:
         (
             (3, 3),
             ("engine=sglang", "engine.tp=4"),
-            r"engine-0 needs 4 GPU\(s\) on one machine, .* 10.0.0.1 2 of 3, 10.0.0.2 3 of 3",
+            r"engine-0 needs 4 GPUs on one machine, .* 10.0.0.1 2 of 3, 10.0.0.2 3 of 3",
         ),
         (
             (0, 4),
@@ -129,7 +129,7 @@ def test_a_pool_is_used_by_its_role_alone() -> None:
         (
             (0, 0),
             ("launch.pools={rollout: big}",),
-            r"launch.pools: rollout-0 needs 'big', which one machine must .*--resources='\{\"big\": 1\}'",
+            r"launch.pools: rollout-0 needs 'big' on one machine; .*--resources='\{\"big\": 1\}'",
         ),
     ],
 )
