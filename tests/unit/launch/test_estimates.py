@@ -292,8 +292,8 @@ def test_learning_rates_of_published_runs_are_not_far(
     ("engine", "gpu", "trainer", "server"),
     [
         ({"name": "sglang"}, False, "on cpu", "a server, supervised"),
-        ({"name": "sglang"}, True, "on cuda", "a server on 1 GPU(s), supervised"),
-        ({"name": "sglang"}, None, "on auto", "a server on 1 GPU(s), supervised"),
+        ({"name": "sglang"}, True, "on cuda", "a server on 1 GPU, supervised"),
+        ({"name": "sglang"}, None, "on auto", "a server on 1 GPU, supervised"),
         ({"name": "sglang", "server_command": ["launch"]}, None, "on auto", "a server, supervised"),
     ],
 )

@@ -294,7 +294,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
         (
             claude(f"echo {CLAUDE_CODE.tested}", sandbox="none"),
-            "can read and write everything that you can, .* use the network",
+            "can read and write everything that you can .* and use the network",
         ),
         (
             [claude(f"echo {CLAUDE_CODE.tested}"), {"rollout.slots": 10**6}],

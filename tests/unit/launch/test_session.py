@@ -282,7 +282,7 @@ def test_a_role_that_hangs_is_replaced(tmp_path: Path) -> None:
         play.hear(Stop)  # here with a budget of no restarts
         play.processes["coordinator-0"].code = 1
 
-    assert "trainer-0 was killed by SIGKILL; all 0 restarts" in play.run(part).error
+    assert "trainer-0 was killed by SIGKILL; no restarts are left" in play.run(part).error
     assert ("note", "no sign of life: replacing the process") in play.shown
     play.hub.close()
 
