@@ -249,7 +249,7 @@ async def test_a_step_that_fails_is_named(config: RunConfig, monkeypatch: pytest
             return web.Response(body=OK)
 
         script.answers["/update_weight_version"] = forget_label
-        with pytest.raises(ConfigError, match="the label 'default' is read back as ''"):
+        with pytest.raises(ConfigError, match="the label 'default' was read back as ''"):
             await attach(config, script.url)
 
 
