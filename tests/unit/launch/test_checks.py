@@ -265,7 +265,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             renamed("layers.0.", "layers.0._fsdp_wrapped_module."),
             "'_fsdp_wrapped_module.': .*full state dict",
         ),
-        (renamed("q_proj", "q_proj.base_layer"), "not merged; save model.merge_and_unload"),
+        (renamed("q_proj", "q_proj.base_layer"), "unmerged adapters; save model.merge_and_unload"),
         (renamed("q_proj", "query"), r"lack 2 tensors .*the files have 2 tensors .*query\..*instead"),
         (without("layers.0.mlp.up_proj.weight"), "lack 1 tensor .*layers.0.mlp.up_proj.*not downloaded"),
         (narrower("norm.weight"), "in the files and .* in the model.*to different models"),
@@ -423,7 +423,10 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             [NO_SGLANG, SGLANG],
             "not installed.*engine.urls.*on a CPU, run make sglang-cpu .*then set engine=sglang_cpu",
         ),
-        ([SGLANG, {"engine.server_command": ["/nowhere/python"]}], "engine.server_command: /nowhere/python"),
+        (
+            [SGLANG, {"engine.server_command": ["/nowhere/python"]}],
+            "engine.server_command: no such program: '/nowhere/python'",
+        ),
         (
             [{"launch.host": "127.0.0.1"}, SGLANG | {"engine.urls": ["http://127.0.0.1:9"]}],
             "engine.urls.*http://127.0.0.1:9",
@@ -436,11 +439,11 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "warning: settings": [
         (
             {"rollout.slots": 27} | THREE,
-            r"at most 80 episodes run at once, so 1 of 81 slots .* and 4 times as many",
+            r"at most 80 episodes run at once, so 1 of 81 slots .* plus 4 times as many",
         ),
         (
             [THREE | {"rollout.slots": 11}, {"buffer.target_staleness": 1}],
-            r"at most 32 .* 1 of 33 slots .* and 1 times as many",
+            r"at most 32 .* 1 of 33 slots .* plus 1 times as many",
         ),
         ({"checkpoint.every": 0, "total_steps": 51}, "checkpoint.every=0.*all turns stay on disk"),
         (
