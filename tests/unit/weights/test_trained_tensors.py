@@ -204,7 +204,7 @@ def test_modules_can_be_chosen(qwen3_5: Path) -> None:
             "qwen3_5",
             ["q_proj", "in_proj_z"],
             SERVED,
-            r"^model\.lora_modules: .* in_proj_z: servers do not support adapters for these layers; leave",
+            r"^model\.lora_modules: .* in_proj_z: servers do not support adapters for these layers; remove",
         ),
         ("mistral3", [], SERVED, r"^weights\.adapters: .* \(mistral3\); set weights\.adapters=false$"),
     ],
