@@ -124,7 +124,7 @@ def resolve_lora_modules(config: RunConfig) -> list[str]:
     if refused_kinds:
         reasons = "; ".join(f"{kind}: {reason}" for kind, reason in refused_kinds.items())
         raise ConfigError(
-            f"model.lora_modules: SGLang cannot load separate adapters for {reasons}; remove "
+            f"model.lora_modules: SGLang cannot load adapters alone for {reasons}; remove "
             f"{', '.join(refused_kinds)}, or set {cure}"
         )
     if not served_kinds:
