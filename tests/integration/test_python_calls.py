@@ -276,7 +276,7 @@ def test_a_terminal_has_the_live_view_and_is_given_back(tmp_path: Path) -> None:
 
     try:
         until(terminal, b"starting 3 processes; logs in runs/run/logs")
-        until(terminal, b"b: newest bad one")
+        until(terminal, b"b: newest bad transcript")
         assert not termios.tcgetattr(terminal)[3] & termios.ECHO
         seen = until(terminal, b"step 2/500")
         seen += until(terminal, b"lag mean")

@@ -94,7 +94,7 @@ def replayed_to_the_last_bit(run: Run) -> None:
     kept = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.is_file()}
     assert before.items() <= kept.items()
     code, lines = replayed(run, 7)
-    assert code == 2 and "no such step was committed; replayable steps: 1 to 6 (" in lines[-1]
+    assert code == 2 and "this step was not committed; replayable steps: 1 to 6 (" in lines[-1]
 
 
 LENGTHS = """

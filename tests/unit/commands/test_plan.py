@@ -146,7 +146,7 @@ def test_devices_are_split_or_shared(
     assert cli.main(["plan", run_dir, "--devices", "1"]) == 0
     text = capsys.readouterr().out
     assert (
-        "not measured: a push plus 0 GB of weights and optimizer state both ways at 10 GB/s per rank" in text
+        "a push plus 0 GB of weights and optimizer state moved in both directions at 10 GB/s per rank" in text
     )
     assert text.splitlines()[-1].startswith(
         "use rollout.workers=1 trainer.ranks=1 engine.colocated=1: the only option with these devices"

@@ -111,25 +111,25 @@ def test_a_pool_is_used_by_its_role_alone() -> None:
         (
             (2, 0),
             CUDA,
-            r"trainer-2 needs 1 GPU\(s\) on one machine, "
-            r"but only these are left: 10.0.0.1 0 of 2, 10.0.0.2 0 of 0 "
+            r"trainer-2 needs 1 GPU on one machine, "
+            r"but too few are left: 10.0.0.1 0 of 2, 10.0.0.2 0 of 0 "
             r"\(the run needs 4: trainer 3, rollout 1\); change trainer.ranks",
         ),
         (
             (3, 3),
             ("engine=sglang", "engine.tp=4"),
-            r"engine-0 needs 4 GPU\(s\) on one machine, .* 10.0.0.1 2 of 3, 10.0.0.2 3 of 3",
+            r"engine-0 needs 4 GPUs on one machine, .* 10.0.0.1 2 of 3, 10.0.0.2 3 of 3",
         ),
         (
             (0, 4),
             CUDA,
-            r"trainer-0 needs 1 GPU\(s\) on the launcher's machine, .* 10.0.0.1 0 of 0 .* start asyncrl on",
+            r"trainer-0 needs 1 GPU on the launcher's machine, .* 10.0.0.1 0 of 0 .* start asyncrl on",
         ),
-        ((0, 0), CUDA, r"trainer-0 needs 1 GPU\(s\) on the launcher's machine"),
+        ((0, 0), CUDA, r"trainer-0 needs 1 GPU on the launcher's machine"),
         (
             (0, 0),
             ("launch.pools={rollout: big}",),
-            r"launch.pools: rollout-0 needs 'big', which one machine must .*--resources='\{\"big\": 1\}'",
+            r"launch.pools: rollout-0 needs 'big' on one machine; .*--resources='\{\"big\": 1\}'",
         ),
     ],
 )
@@ -143,9 +143,7 @@ def test_machines_that_cannot_have_all_are_refused(
 def test_what_a_pool_has_left_is_named() -> None:
     nodes = [*machines(4), Node("2", "10.0.0.2", 1, 1, frozenset(["big"]))]
     keys = ("launch.pools={rollout: big}", "launch.gpus={rollout: 1}", "rollout.workers=2")
-    complaint = (
-        r"rollout-1 needs 1 GPU\(s\) on one machine with 'big', but only these are left: 10.0.0.2 0 of 1 \("
-    )
+    complaint = r"rollout-1 needs 1 GPU on one machine with 'big', but too few are left: 10.0.0.2 0 of 1 \("
     with pytest.raises(ConfigError, match=complaint):
         placing(nodes, *keys)
 

@@ -176,7 +176,7 @@ def test_time_alone_or_a_step_alone_is_no_new_budget(tmp_path: Path, steps: int,
     world.supervisor.run_step += steps
     world.newest("rollout-0").code = 70
     ending = world.supervisor.poll_processes(seconds)
-    assert ending is not None and "are used up" in ending.error
+    assert ending is not None and "no restarts are left" in ending.error
 
 
 def test_a_role_that_ended_by_itself_is_quoted(world: World, tmp_path: Path) -> None:

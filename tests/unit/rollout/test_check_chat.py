@@ -50,7 +50,7 @@ PICK = f"{__name__}:pick"
 HI_LO = {"rollout": {"environment": "hi_lo"}}
 MISNAMED = {"enable_thinkin": False}
 GIVEN = {"tools": "none"}
-UNREADABLE = r"generation_config\.json: .* JSON.*; write it again"
+UNREADABLE = r"generation_config\.json: .* JSON.*; correct the file"
 NO_IDS = r"must be a token ID or a list of token IDs"
 REFUSED: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str]] = {
     # gpt-oss joins the values of an enum as text

@@ -224,13 +224,13 @@ def test_checkpoints_that_are_gone_are_said_before_the_start(tmp_path: Path) -> 
     run.checkpoint(keep=2)
     run.turn()
     warnings, _ = check_checkpoint_directory(Inputs(config))
-    assert "up to step 3, are missing" in warnings.text and "repeated from their plans" in warnings.text
+    assert "(up to step 3) are missing" in warnings.text and "repeated from their plans" in warnings.text
     assert warnings.level == "warning"
     while run.buffer.committed < 6:
         run.play()
     run.checkpoint(keep=2)
     run.forget()
-    with pytest.raises(ConfigError, match="up to step 6, are missing; restore them"):
+    with pytest.raises(ConfigError, match=r"\(up to step 6\) are missing; restore these files"):
         list(check_checkpoint_directory(Inputs(config)))
     checkpoint_directory = tmp_path / "t" / "checkpoints" / "step-3"
     checkpoint_directory.mkdir(parents=True)
