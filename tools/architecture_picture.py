@@ -83,7 +83,7 @@ class Arrow(NamedTuple):
 
 
 BOXES = (
-    Box(30, 150, 300, 230, "COORDINATOR", ["decides what runs and what is trained"]),
+    Box(30, 150, 300, 230, "COORDINATOR", ["decides what runs and what is trained on"]),
     Box(46, 210, 268, 48, "admission, assignments", is_part=True),
     Box(46, 265, 268, 48, "replay buffer", ["groups · staleness · batches"], is_part=True),
     Box(46, 320, 268, 48, "run store", ["SQLite and segments: durable"], is_part=True),

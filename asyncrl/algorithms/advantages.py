@@ -86,8 +86,8 @@ Weights = Annotated[str, Meta(pattern=f"^({WEIGHT}(,{WEIGHT})*)?$")]
 @advantage("dr_grpo", late=True)
 def dr_grpo(episode: AdvantageInput) -> AdvantageValues:
     """R − mean (Dr. GRPO, arXiv 2503.20783). Computed as (n − 1)/n · (R − mean of the *other* siblings),
-    where n counts the issued members: the same value if all of them have ended, and unbiased if some are
-    late.
+    where n counts the issued members: the value is the same if all of them have ended, and unbiased if some
+    are late.
 
     Use: the default; also whenever a group mixes versions (max_staleness > 0), because a group std would
     magnify near-ties. With normalise=batch_std it is ScaleRL's advantage (arXiv 2510.13786).
@@ -139,15 +139,15 @@ def opo_loo(episode: AdvantageInput) -> AdvantageValues:
     """R − Σ_j T_j·R_j / Σ_j T_j over the *other* siblings (OPO, arXiv 2505.23585, without the episode's own
     weight).
 
-    Use: like opo, but at any staleness and with group_policy=partial, because the baseline does not depend on
-    the episode itself.
+    Use: like opo, but also at any staleness and with group_policy=partial, because the baseline does not
+    depend on the episode itself.
     """
     return _by_length(episode.own.reward, episode.others)
 
 
 @advantage("gpg", scale="nonzero")
 def gpg(episode: AdvantageInput, *, f_norm: Annotated[float, Meta(gt=0)] = 1.0) -> AdvantageValues:
-    """α·(R − mean) / f_norm, α = B/(B − M), B episodes of the batch, M of them in groups without variance
+    """α·(R − mean) / f_norm, α = B/(B − M), for a batch of B episodes, M of them in groups without variance
     (GPG, arXiv 2504.02546).
 
     Use: sparse rewards without a group filter: α compensates for groups with equal rewards. Any staleness.
@@ -158,11 +158,11 @@ def gpg(episode: AdvantageInput, *, f_norm: Annotated[float, Meta(gt=0)] = 1.0) 
 
 @advantage("pass_at_k")
 def pass_at_k(episode: AdvantageInput, *, divide_by_std: bool = False) -> AdvantageValues:
-    """r_max − r_second for the best of the group, 0 for others and ties (pass@k, arXiv 2503.19595).
-    `divide_by_std`: divided by (group std + 1e-6), ddof 1.
+    """r_max − r_second for the best episode in the group, 0 for the others and for ties (pass@k, arXiv
+    2503.19595). `divide_by_std`: divided by (group std + 1e-6), ddof 1.
 
-    Use: tasks where only the best of n attempts counts; trains one episode per group. With divide_by_std,
-    on-policy only.
+    Use: tasks where only the best of n attempts counts; only one episode per group has a gradient. With
+    divide_by_std, on-policy only.
     """
     if not episode.others:
         return 0.0
@@ -243,15 +243,15 @@ def reinforce_pp(
     """G_t = r_t + γ_t·G_{t+1}, then whitened over the batch's tokens (REINFORCE++, arXiv 2501.03262). γ_t is
     `gamma`, times `turn_gamma` where the next token is in the next turn.
 
-    Use: no groups (n = 1), on-policy or at small staleness. Whitening waits for the whole batch unless
-    normalise=whiten_running.
+    Use: training without groups (n = 1), on-policy or at small staleness. Whitening waits for the whole batch
+    unless normalise=whiten_running.
     """
     return returns(episode.rewards, _discounts(episode.turn, gamma, turn_gamma))
 
 
 @advantage("constant", siblings=False)
 def constant(episode: AdvantageInput) -> AdvantageValues:
-    """A = 1, whatever the reward (plain).
+    """A = 1, whatever the reward is (no paper).
 
     Use: with the loss sft, whose episodes have no reward; any staleness.
     """
@@ -278,7 +278,7 @@ def gae(
     is 0.
 
     Use: PPO with a critic, and long episodes with rewards for turns. Staleness up to 4: V belongs to the
-    policy in training, but the rewards come from the policy that acted.
+    policy being trained, but the rewards come from the policy that acted.
     """
     if episode.values is None:
         raise ProtocolError("advantage gae: an episode has no values from the critic")
@@ -289,9 +289,9 @@ def gae(
 
 @advantage("grpo_turn", turns=True)
 def grpo_turn(episode: AdvantageInput, *, turn_gamma: Factor = 1.0, std: bool = False) -> AdvantageValues:
-    """G_k − mean of G_k over the siblings with a turn k, G_k = r_k + turn_gamma·G_{k+1} (turn-level credit as
-    in MT-GRPO, arXiv 2505.11821). `std`: divided by (their std + 1e-6), ddof 1. With fewer than two such
-    siblings, the turn gets the advantage of the whole episode, which is that of its first turn.
+    """G_k − mean of G_k over the siblings that have a turn k, G_k = r_k + turn_gamma·G_{k+1} (turn-level
+    credit as in MT-GRPO, arXiv 2505.11821). `std`: divided by (their std + 1e-6), ddof 1. With fewer than two
+    such siblings, the turn gets the advantage of the whole episode, which is that of its first turn.
 
     Use: rewards for turns, at any staleness; with std, on-policy only.
     """

@@ -74,7 +74,7 @@ def token_mean(tokens: int, group_tokens: int) -> Share:
 
 @aggregation("token_sum", fixed=True)
 def token_sum(tokens: int, group_tokens: int) -> Share:
-    """w = 1, D = 1 (plain): the gradient grows with the batch. The loss is reported per token.
+    """w = 1, D = 1 (no paper): the gradient grows with the batch. The loss is reported per token.
 
     Use: batches of equal size, for comparison with trainers that sum; check trainer.grad_clip. Any
     staleness.

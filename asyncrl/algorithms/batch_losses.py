@@ -46,8 +46,7 @@ def clip_cov(
     """L = sg(w)·max(−uA, −A·clip(u, 1−clip_low, 1+clip_high)), but 0 on the `share` of the batch's tokens
     with the largest (A−Ā)·(log prox − mean log prox); u = π/prox (Clip-Cov, arXiv 2505.22617).
 
-    These few tokens drive the collapse of entropy. The paper draws them at random from a band of large
-    covariances.
+    These few tokens drive entropy collapse. The paper draws them at random from a band of large covariances.
 
     Use: runs whose entropy falls too fast; staleness 0 to 8.
     """
@@ -92,7 +91,7 @@ def m2po(tokens: LossInput, *, tau: Positive = 0.04) -> TokenLoss:
     """L = −(π/μ)·A, unclipped, but 0 on the tokens of the batch with the largest (log prox − log μ)², as
     many as it takes to bring the mean of the others below tau (M2PO, arXiv 2510.01161).
 
-    Only outliers are masked, however far individual tokens in the batch are from μ.
+    The bound applies to the mean, not to each token: a token whose squared log-ratio is above tau may remain.
 
     Use: very stale data, where a fixed band on the ratio masks too many tokens; staleness of 8 and far
     beyond.
@@ -123,8 +122,8 @@ def tba(tokens: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
     """L = δ²/T per token, so δ² per episode, δ = sg(log Ẑ) + log π − log ref − R/β over its T tokens
     (trajectory balance, TBA, arXiv 2503.18929); log Ẑ is estimated from the group.
 
-    The optimum is ref·exp(R/β)/Z for any sampling policy, hence no ratio. The loss reads R itself, so the
-    advantage has no effect. Use aggregation seq_mean_token_sum for the paper's mean over episodes.
+    The optimum is ref·exp(R/β)/Z for any sampling policy, hence no ratio. The loss uses R itself, so the
+    advantage has no effect. Use the aggregation seq_mean_token_sum for the paper's mean over episodes.
 
     Use: very old or replayed data, and tasks with diverse answers; any staleness.
     """

@@ -214,8 +214,8 @@ Positive = Annotated[float, Meta(gt=0)]
 def truncate(
     tokens: CorrectionInput, *, level: Level = "token", positive: Positive = 5.0, negative: Positive = 2.0
 ) -> CorrectionMask:
-    """w = min(ρ, C), C = `positive` or, where A < 0, `negative` (truncated importance sampling: IMPALA,
-    arXiv 1802.01561). Over turns and episodes the sign is that of the mean A of their trainable tokens.
+    """w = min(ρ, C), C = `positive` or, where A < 0, `negative` (truncated importance sampling: IMPALA, arXiv
+    1802.01561). Over turns and episodes, the sign of A is that of the mean A of their trainable tokens.
 
     Use: the default weight. Set `positive` to 2 for a lag of 1, 5 for a lag of 4 to 8, and 8 for longer
     lags. `turn` and `sequence` also weigh the context of a token, with a variance that grows with length;
@@ -231,7 +231,7 @@ def truncate(
 def plain_ratio(tokens: CorrectionInput, *, level: Level = "token") -> CorrectionMask:
     """w = ρ (plain importance sampling).
 
-    Use: together with a band (`mask`) that bounds it: the two make IcePop. Use it alone only to measure the
+    Use: together with a band (`mask`) that bounds it: the two form IcePop. Use it alone only to measure the
     bias of other rules at a lag of 1.
     """
     return CorrectionMask(weight=ratio_at(tokens, level))
@@ -257,8 +257,8 @@ def mask(
 def reject_sequence(
     tokens: CorrectionInput, *, low: Annotated[float, Meta(ge=0)] = 0.9, high: Positive = 1.1
 ) -> CorrectionMask:
-    """Keep the episode iff low ≤ exp(mean log ρ) ≤ high, the mean over its trainable tokens (geometric
-    rejection; plain). Its reward stays in the group's baseline.
+    """Keep the episode iff low ≤ exp(mean log ρ) ≤ high, with the mean over its trainable tokens (geometric
+    rejection; no paper). Its reward stays in the group's baseline.
 
     Use: to drop episodes that have drifted as a whole, at staleness 1 to 8. Bounds of [0.99, 1.001] are for
     engine mismatch at one version and would drop nearly all stale episodes.
@@ -288,10 +288,10 @@ def reject(
 
 @correction("veto", kind="mask")
 def veto(tokens: CorrectionInput, *, least: Annotated[float, Meta(gt=0, lt=1)] = 1e-5) -> CorrectionMask:
-    """Drop the episode if any trainable token has ρ < least (plain).
+    """Drop the episode if any trainable token has ρ < least (no paper).
 
-    Use: protection against broken log-probs, such as that of a token that the policy would hardly ever
-    write. Any staleness; at long lags, valid tokens are also dropped.
+    Use: protection against broken log-probs, for example for a token that the policy would hardly ever write.
+    Any staleness; at long lags, valid tokens are also dropped.
     """
     is_absurd = (tokens.log_ratio < math.log(least)).to(tokens.log_ratio.dtype)
     return CorrectionMask(keep=pooled(is_absurd, tokens, "sequence")[0] == 0)
@@ -300,8 +300,8 @@ def veto(tokens: CorrectionInput, *, least: Annotated[float, Meta(gt=0, lt=1)] =
 @correction("negative", kind="mask")
 def negative_episodes(tokens: CorrectionInput, *, delta: Positive = 0.1) -> CorrectionMask:
     """Drop the episode if A < 0 and mean(log μ − log π) > delta over its trainable tokens (off-policy
-    sequence masking: DeepSeek-V3.2, arXiv 2512.02556). The sign is that of its mean A; π is the current
-    policy, so each of several optimizer steps decides again.
+    sequence masking: DeepSeek-V3.2, arXiv 2512.02556). The sign of A is that of the episode's mean A; π is
+    the current policy, so the decision is made again at each optimizer step.
 
     Use: several steps per batch, or staleness above 4: wrong answers that the policy no longer gives teach
     little and destabilise training.
@@ -312,7 +312,7 @@ def negative_episodes(tokens: CorrectionInput, *, delta: Positive = 0.1) -> Corr
 
 @correction("batch_mean", kind="scale")
 def batch_mean(tokens: CorrectionInput) -> CorrectionMask:
-    """w ← w / mean(w) over the batch's kept tokens (self-normalised importance sampling; plain).
+    """w ← w / mean(w) over the batch's kept tokens (self-normalised importance sampling; no paper).
 
     Use: together with a weight, to keep the step size independent of how far the data has drifted. Staleness
     1 to 8.

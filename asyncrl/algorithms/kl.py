@@ -39,7 +39,7 @@ def k1(d: Tensor) -> Tensor:
 
 
 def absolute(d: Tensor) -> Tensor:
-    """k = |d| (plain).
+    """k = |d| (no paper).
 
     Use: in the reward, at any staleness, if no token may be rewarded for leaving the reference. Not an
     estimate of the KL.
@@ -66,7 +66,7 @@ def k3(d: Tensor) -> Tensor:
 
 
 def straight_through(d: Tensor) -> Tensor:
-    """The value of k3 with the gradient of k2 (plain).
+    """The value of k3 with the gradient of k2 (no paper).
 
     Use: in the loss, at any staleness, if the value of the KL should also be unbiased.
     """
@@ -97,7 +97,7 @@ def divergence(logp: Tensor, teacher: Tensor, name: str) -> Tensor:
 
 
 def forward(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """D = Σ_v T(v)·(log T(v) - log pi(v)): KL(T, pi) (plain).
+    """D = Σ_v T(v)·(log T(v) - log pi(v)): KL(T, pi) (no paper).
 
     Use: in the loss, at any staleness, if the student should cover everything that the teacher does, or does
     not yet behave like the teacher: where pi(v) is near 0, the slope in the logit of v is about -T(v).
@@ -107,7 +107,8 @@ def forward(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reverse(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """D = Σ_v pi(v)·(log pi(v) - log T(v)): KL(pi, T), whose gradient k2 has in expectation (plain).
+    """D = Σ_v pi(v)·(log pi(v) - log T(v)): KL(pi, T), whose gradient equals that of k2 in expectation (no
+    paper).
 
     Use: in the loss, at any staleness, if the student is too small to cover everything and should do nothing
     that the teacher would not do.

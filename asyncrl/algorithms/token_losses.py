@@ -33,7 +33,7 @@ def reinforce(tokens: LossInput) -> TokenLoss:
     """L = −sg(w)·A·log π: the gradient of the truncated importance-sampled objective (IMPALA, arXiv
     1802.01561).
 
-    With one optimizer step per batch w = M·min(π/μ, C); clipping would have no effect.
+    With one optimizer step per batch, w = M·min(π/μ, C); clipping would have no effect.
 
     Use: the default, with one optimizer step per batch; staleness 0 to 8.
     """
@@ -42,7 +42,7 @@ def reinforce(tokens: LossInput) -> TokenLoss:
 
 @loss("sft", ratio="mu", demonstrations=True)
 def sft(tokens: LossInput) -> TokenLoss:
-    """L = −log π: the negative log-likelihood of demonstrated tokens, whatever A is (plain).
+    """L = −log π: the negative log-likelihood of the demonstrated tokens, whatever A is (no paper).
 
     Use: `asyncrl sft`, on conversations from the data instead of sampled episodes; there is neither μ nor
     staleness.
@@ -54,9 +54,9 @@ def sft(tokens: LossInput) -> TokenLoss:
 def ppo(
     tokens: LossInput, *, clip_low: Share = 0.2, clip_high: Positive = 0.2, dual_clip: AtLeastZero = 3.0
 ) -> TokenLoss:
-    """L = sg(w)·max(−uA, −A·clip(u, 1−clip_low, 1+clip_high)), where A < 0 at most −dual_clip·A; u = π/prox
-    (PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729). `dual_clip` is 1 or more, or 0 for none. With a
-    weight, this is decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298).
+    """L = sg(w)·max(−uA, −A·clip(u, 1−clip_low, 1+clip_high)), and, where A < 0, at most −dual_clip·A; u =
+    π/prox (PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729). `dual_clip` is 1 or more, or 0 for no dual
+    clip. With a weight, this is decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298).
 
     Use: several optimizer steps per batch, or any number with prox=mu; staleness 0 without a weight, as in
     the paper (`correction={}`), and up to 8 with one.
@@ -104,7 +104,7 @@ def sapo(tokens: LossInput, *, tau_positive: Positive = 1.0, tau_negative: Posit
     """L = −sg(w)·A·(4/τ)·sigmoid(τ·(u−1)), u = π/prox, τ = tau_positive where A > 0, else tau_negative (SAPO,
     arXiv 2511.20347).
 
-    The gradient fades with the distance from u = 1 instead of ending at a bound.
+    The gradient fades with the distance from u = 1 instead of being cut off at a bound.
 
     Use: several optimizer steps per batch, and mixture-of-experts models; staleness 0 to 8.
     """
@@ -121,8 +121,8 @@ def dppo_tv(
     """L = −sg(min(π/μ, cap))·A·log π while π−μ ≤ delta_high (A > 0) or π−μ ≥ −delta_low (A ≤ 0), else 0 (DPPO
     with binary total variation, arXiv 2602.04879).
 
-    The trust region limits probabilities, so rare tokens may change their ratio a lot, but frequent ones may
-    not.
+    The trust region limits probabilities, so the ratio of a rare token may change a lot, but that of a
+    frequent token may not.
 
     Use: large vocabularies, and engines whose numerical results differ from the trainer's; staleness 0 to 8.
     """
@@ -152,7 +152,7 @@ def dppo_kl(
 
 @loss("dro", ratio="mu")
 def dro(tokens: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
-    """L = −(A·log π − (β/2)·(log π − log μ)²) (DRO, arXiv 2405.19107): a quadratic pull to μ instead of a
+    """L = −(A·log π − (β/2)·(log π − log μ)²) (DRO, arXiv 2405.19107): a quadratic pull toward μ instead of a
     ratio.
 
     Use: off-policy data without importance weights; any staleness; a larger β gives more stability, but also
@@ -200,11 +200,11 @@ def _capped(tokens: LossInput, cap: float, is_cut: Tensor | None = None) -> Toke
 
 @loss("gspo", ratio="prox", clips=True, linear=True, level="geometric")
 def gspo(tokens: LossInput, *, clip_low: Share = 3e-4, clip_high: Positive = 4e-4) -> TokenLoss:
-    """L = sg(w)·max(−sA, −A·clip(s, 1−clip_low, 1+clip_high)), s = exp(mean over the episode of log π − log
-    prox) in value, with the gradient of the token itself (GSPO-token, arXiv 2507.18071).
+    """L = sg(w)·max(−sA, −A·clip(s, 1−clip_low, 1+clip_high)), where s has the value exp(mean over the
+    episode of log π − log prox) but the gradient of the token itself (GSPO-token, arXiv 2507.18071).
 
-    Clip and ratio are relative to prox, never to μ, because the bounds are far too tight for stale data. μ
-    enters through the weight, preferably `truncate` with level=geometric.
+    The clip and the ratio are relative to prox, never to μ, because the bounds are far too tight for stale
+    data. μ enters through the weight, preferably `truncate` with level=geometric.
 
     Use: mixture-of-experts models, whose token ratios are noisy, with aggregation seq_mean_token_mean and
     several optimizer steps per batch; staleness 0 to 4.
@@ -219,9 +219,9 @@ def gmpo(tokens: LossInput, *, clip_low: Positive = 0.4, clip_high: Positive = 0
     """L = −sg(w)·sA, s = exp(mean over the episode of c), c = min(log u, clip_high) where A > 0, else max(log
     u, −clip_low), u = π/prox (GMPO, arXiv 2507.20673).
 
-    The bounds on log-ratios of tokens are one-sided; a token beyond its bound has no gradient. If the tokens
-    of an episode differ in A or w, each token keeps its own, unlike in verl's geo_mean, which takes the mean
-    of A and the geometric mean of w.
+    The bounds on the tokens' log-ratios are one-sided; a token beyond its bound has no gradient. If the
+    tokens of an episode differ in A or w, each token keeps its own values, unlike in verl's geo_mean, which
+    takes the mean of A and the geometric mean of w.
 
     Use: long episodes with several optimizer steps per batch and aggregation seq_mean_token_mean; staleness 0
     to 4.
@@ -238,7 +238,7 @@ def gmpo(tokens: LossInput, *, clip_low: Positive = 0.4, clip_high: Positive = 0
 def topr(tokens: LossInput) -> TokenLoss:
     """L = −sg(r)·A·log π, r = 1 where A > 0, else min(Π over the episode of π/μ, 1) (TOPR, arXiv 2503.14286).
 
-    Successes are imitated at any age; failures lose weight as the policy moves away from them.
+    Successes are imitated however old they are; failures lose weight as the policy moves away from them.
 
     Use: stale or offline data with outcome rewards; any staleness.
     """

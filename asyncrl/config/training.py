@@ -22,8 +22,8 @@ class BufferConfig(Section, frozen=True):
     episodes_per_group: Positive = 8
     """Number of episodes per sample."""
     max_staleness: Count = 16
-    """Maximum lag of every trained token, in optimizer batches. 0: synchronous. Only tokens in the slowest
-    episodes come near this bound; `target_staleness` sets the lag of the others."""
+    """Maximum lag of any token that is trained on, in optimizer batches. 0: synchronous. Only tokens in the
+    slowest episodes come near this bound; `target_staleness` sets the lag of the others."""
     target_staleness: Annotated[float, Meta(ge=0)] | Literal["auto"] = "auto"
     """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: starts at min(1/2, max_staleness)
     and adapts after each batch to keep the trainer busy within `stale_budget`; at most 4, or max_staleness /
@@ -32,9 +32,9 @@ class BufferConfig(Section, frozen=True):
     """With target_staleness=auto: share of the tokens that may exceed max_staleness. For runs with slow tools
     or long episodes, a larger max_staleness costs less than a larger budget."""
     on_stale: Literal["mask", "hold", "drop"] = "mask"
-    """What happens to tokens beyond max_staleness when a batch takes them: `mask` gives such tokens weight
-    zero, `hold` makes the batch wait for groups that would otherwise exceed the bound, and `drop` drops the
-    trajectory."""
+    """What happens to tokens beyond max_staleness when a batch takes them: `mask` gives such tokens a weight
+    of zero, `hold` makes the batch wait for groups that would otherwise exceed the bound, and `drop` drops
+    the trajectory."""
     group_policy: Literal["auto", "complete", "partial"] = "auto"
     """`complete`: train on a group when all of its members have ended. `partial`: train on the members that
     have ended by a deadline, and on each late member when it ends. auto: `partial` if the algorithm stays
@@ -46,7 +46,7 @@ class BufferConfig(Section, frozen=True):
     """Filter out groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8
     """Maximum number of filtered groups per batch, as a multiple of the batch size; beyond this limit, the
-    batch is trained with the groups that are ready."""
+    step trains on the groups that are ready."""
     retire_pass_rate: Fraction = 1.0
     """Stop drawing a sample once the share of positive rewards in its group has reached this value
     (no-positive-resampling); 1: off."""
