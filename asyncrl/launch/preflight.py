@@ -9,7 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -526,7 +526,13 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
         yield warning("trainer.offload_optimizer has no effect on a CPU, where everything is in main memory")
 
     writes_calls = (rollout.tools or rollout.environment or rollout.agent) and parser in parsers
-    detected_parser = detect(chat_template(config)) if writes_calls else None
+    detected_parser = None
+    if writes_calls:
+        written_call = None
+        with suppress(ConfigError):  # a template that is refused is reported by another check
+            written_call = inputs.parts.chat.written_call()
+        detected_parser = detect(chat_template(config), written_call)
+
     if detected_parser not in (None, parser):
         yield warning(
             f"rollout.parser is {parser}, but the model's chat template looks like {detected_parser}: tool "

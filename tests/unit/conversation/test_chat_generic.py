@@ -134,7 +134,7 @@ def test_what_is_appended_is_what_the_template_writes(
         words = template.encode(template.words(plain(turn), kept=True), add_special_tokens=False)
         written = (*words, chat.stop_ids[0] if template.ends else ids_of(template, answer[0]))
         try:
-            delta = chat.delta_ids(answer, written[-1])
+            delta = chat.delta_ids(answer, written[-1], tuple(said[: -len(answer)]), tools)
         except ConfigError:
             assert "user" in [message.role for message in answer[1:]] or not template.tool_role
             return
@@ -167,7 +167,7 @@ def test_a_template_for_tools_beside_another() -> None:
     with_tools = str(tokenizer.chat_template)
     tokenizer.chat_template = {"default": with_tools.replace("<tool_response>", "("), "tool_use": with_tools}
     chat = Chat(tokenizer)
-    delta = chat.delta_ids((Message("tool", "rain"),), chat.stop_ids[0])
+    delta = chat.delta_ids((Message("tool", "rain"),), chat.stop_ids[0], ())
     assert delta is not None
     assert "<tool_response>\nrain" in tokenizer.decode(delta)
 
@@ -175,6 +175,6 @@ def test_a_template_for_tools_beside_another() -> None:
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_without_a_tool_role(role: str) -> None:
     chat = Chat(Template(tool_role=False))
-    delta = chat.delta_ids((Message(role, "rain"),), chat.stop_ids[0])
+    delta = chat.delta_ids((Message(role, "rain"),), chat.stop_ids[0], ())
     assert delta is not None
     assert ("tool_response" in chat.decode(delta)) == (role == "tool")

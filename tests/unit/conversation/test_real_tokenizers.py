@@ -161,7 +161,7 @@ def check(name: str, seed: int) -> None:
             opened = "<think>\n\n</think>\n\n" * (name == "learned qwen3" and not turn.reasoning)
             assert chat.turn_ids(said, turn, tools) == (*tokenizer.encode(opened), *written)
         said += (turn, *answer)
-        delta = chat.delta_ids(answer, written[-1])
+        delta = chat.delta_ids(answer, written[-1], said[: -len(answer)], tools)
         whole = chat.prompt_ids(said, tools)
         assert (delta is None) == (answer[0].role not in family.appends)
         row = whole if delta is None else row + written + delta
