@@ -400,7 +400,6 @@ class Branches:
         row_number = None if request.prompt is not None else self._find_extended_row(request, is_side)
         row_messages, row_ids = self._messages_and_ids(row_number)
         new_messages = request.messages[len(row_messages) :]
-        chat = self._rules.chat
 
         is_quick = is_short(new_messages, 0 if row_ids else sum(map(len, request.tools)))
         if is_quick and row_ids and not is_short(request.messages):

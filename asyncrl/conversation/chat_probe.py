@@ -23,10 +23,11 @@ from asyncrl.conversation.chat_render import Accepted, Render
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message, ToolCall
 
-# These tokens end only turns with tool calls: gpt-oss, Llama.
+# These tokens end only turns with tool calls: gpt-oss, Llama, GLM.
 CALL_TURN_ENDS = (
     "<|call|>",
     "<|eom_id|>",
+    "<|observation|>",
 )
 
 TURN_MARK = "asyncrl-turn"
@@ -41,7 +42,10 @@ _PROBE_TOOL = json.dumps(
         "function": {
             "name": "asyncrl_probe",
             "description": "Nothing.",
-            "parameters": {"type": "object", "properties": {"asyncrl": {"type": "string"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"asyncrl": {"type": "string", "description": "Nothing."}},
+            },
         },
     }
 )

@@ -35,16 +35,19 @@ _PARSER_MARKS = (
 
 
 def detect(template: str, written_call: WrittenCall | None) -> str | None:
-    """Return the name of the parser that fits a chat template. `written_call`: the call that the template
-    writes, which the parser must read back; None: the template writes no calls, so words of its text decide.
-    None if no parser fits."""
-    if written_call is not None:
-        return next((name for name in parsers.names() if _reads_back(parsers.get(name), written_call)), None)
-    return next((parser for mark, parser in _PARSER_MARKS if mark in template), None)
+    """Return the name of the parser that fits a chat template; None if no parser fits. `written_call`: the
+    call that the template writes, which the parser must read back; None: the template writes no calls, so
+    words of its text decide."""
+    if written_call is None:
+        return next((parser for mark, parser in _PARSER_MARKS if mark in template), None)
 
-
-def _reads_back(parser: Parser, written_call: WrittenCall) -> bool:
     text, call, tools, prompt = written_call
-    parsed = parse_turn(parser, text, tools, prompt)
-    calls = [(parsed_call.name, json.loads(parsed_call.arguments)) for parsed_call in parsed.calls]
-    return calls == [(call.name, json.loads(call.arguments))]
+    contents: dict[str, str] = {}
+    for name in parsers.names():
+        parsed = parse_turn(parsers.get(name), text, tools, prompt)
+        calls = [(parsed_call.name, json.loads(parsed_call.arguments)) for parsed_call in parsed.calls]
+        if calls == [(call.name, json.loads(call.arguments))]:
+            contents[name] = parsed.content
+
+    # A parser of another format may overlook tags around the call, which are then content.
+    return min(contents, key=lambda name: len(contents[name]), default=None)

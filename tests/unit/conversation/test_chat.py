@@ -39,6 +39,8 @@ TOOL = json.dumps(
 )
 CALL = ToolCall("weather", '{"city": "Ulm"}', "abcdefgh1")
 REPLY = Message("tool", "rain", tool_call_id=CALL.id, name=CALL.name)
+CALLED = (Message("user", "Rain?"), Message("assistant", tool_calls=(CALL,)))
+SAID = (Message("user", "Rain?"), Message("assistant", "Rain."))
 
 
 @functools.cache
@@ -86,14 +88,14 @@ def test_a_turn_that_the_template_does_not_write_as_one(name: str, fact: Any) ->
 @pytest.mark.parametrize("name", FAMILIES)
 def test_deltas(name: str) -> None:
     chat, (plain, calling) = chat_of(name), (ids(name, end)[0] for end in FAMILIES[name].ends)
-    found = chat.delta_ids((REPLY,), calling, ()), chat.delta_ids((Message("user", "Why?"),), plain, ())
+    found = chat.delta_ids((REPLY,), calling, CALLED), chat.delta_ids((Message("user", "Why?"),), plain, SAID)
     assert {"tool": text(name, found[0]), "user": text(name, found[1])} == FACTS[name]["deltas"]
 
 
 @having("after another end")
 def test_delta_after_other_ends(name: str, fact: Any) -> None:
     after, begins = fact
-    delta = text(name, chat_of(name).delta_ids((REPLY,), ids(name, after)[0], ()))
+    delta = text(name, chat_of(name).delta_ids((REPLY,), ids(name, after)[0], CALLED))
     assert delta is not None
     assert delta.startswith(begins)
 
@@ -133,15 +135,19 @@ def test_who_may_answer(name: str, role: str) -> None:
     family = FAMILIES[name]
     chat = chat_of(name)
     message = Message(role, "so", tool_call_id=CALL.id, name=CALL.name)
+    history = CALLED if role == "tool" else SAID
     if role in family.refuses:
-        for ask in (lambda: chat.delta_ids((message,), 0, ()), lambda: chat.check_history("fork", [role])):
+        for ask in (
+            lambda: chat.delta_ids((message,), 0, history),
+            lambda: chat.check_history("fork", [role]),
+        ):
             with pytest.raises(ConfigError, match=f"rejects the roles .*{role}|omits messages .*{role}"):
                 ask()
     elif role in family.appends:
-        assert chat.delta_ids((message,), 0, ())
+        assert chat.delta_ids((message,), 0, history)
         chat.check_history("append", [role])
     else:
-        assert chat.delta_ids((message,), 0, ()) is None
+        assert chat.delta_ids((message,), 0, history) is None
         assert any("starts a new row" in line for line in chat.check_history("fork", [role]))
         with pytest.raises(ConfigError, match=r"set rollout\.history=fork"):
             chat.check_history("append", [role])
