@@ -526,9 +526,9 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
         yield warning("trainer.offload_optimizer has no effect on a CPU, where everything is in main memory")
 
     writes_calls = (rollout.tools or rollout.environment or rollout.agent) and parser in parsers
+    written_call = None
     detected_parser = None
     if writes_calls:
-        written_call = None
         with suppress(ConfigError):  # a template that is refused is reported by another check
             written_call = inputs.parts.chat.written_call()
         detected_parser = detect(chat_template(config), written_call)
@@ -542,11 +542,17 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
     # Without data, the check of the data has failed.
     is_unsure = writes_calls and rollout.tools and not detected_parser and inputs.has_data
     if is_unsure and not shown_calls(inputs.parts, inputs.run_data.train[0].prompt):
-        yield warning(
-            f"rollout.parser is {parser}, and the chat template does not show how the model writes calls: "
-            "calls in another format would be treated as text; other parsers are "
-            f"{', '.join(parsers.names())}, or your own (docs/guides/chat.md)"
-        )
+        if written_call is not None:
+            yield warning(
+                f"rollout.parser is {parser}, but no parser reads the calls that the chat template writes: "
+                "they would be treated as text; write a parser, or set model.template (docs/guides/chat.md)"
+            )
+        else:
+            yield warning(
+                f"rollout.parser is {parser}, and the chat template does not show how the model writes "
+                "calls: calls in another format would be treated as text; other parsers are "
+                f"{', '.join(parsers.names())}, or your own (docs/guides/chat.md)"
+            )
 
     if is_training:
         yield from map(warning, estimates.cost_warnings(config, has_gpu))
