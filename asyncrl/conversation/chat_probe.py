@@ -403,7 +403,7 @@ def _contexts_before_turn(
     earlier turn with calls has the reasoning of `turn`."""
     user_only = (_USER_MESSAGE,)
     with_system = (_SYSTEM_MESSAGE, _USER_MESSAGE)
-    tool_schemas = (_PROBE_TOOL,)
+    tool_schemas: tuple[str, ...] = (_PROBE_TOOL,)
     replies = _replies_of_roles(("tool",))
     call_and_replies = (_model_turn(_answered_calls(replies), turn), *replies)
     contexts_with_tools = [

@@ -170,3 +170,12 @@ def test_a_shipped_template(name: str, request: pytest.FixtureRequest) -> None:
     if isinstance(BEHAVIOUR[name], list):
         for seed in range(6):
             play(name, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name", [name for name, described in BEHAVIOUR.items() if isinstance(described, list)]
+)
+def test_many_conversations_with_a_shipped_template(name: str) -> None:
+    for seed in range(6, 200):
+        play(name, seed)
