@@ -117,7 +117,7 @@ class TemplateProbe:
         text = self._render([_USER_MESSAGE, _model_turn(calls), *messages], (_PROBE_TOOL,) if calls else ())
         following_text = self.turn_end(messages).text_after_turn(text)
         if following_text is None:
-            raise ConfigError("the chat template does not show the model's text; use another template")
+            raise ConfigError("the chat template omits the model's text; use another template")
         return following_text
 
     def text_after_history(
@@ -135,7 +135,7 @@ class TemplateProbe:
         turn_start = len(prompt) if text.startswith(prompt) else len(common_prefix(prompt, text))
         following_text = turn_end.text_after_turn(text[turn_start:])
         if following_text is None:
-            raise ConfigError("the chat template does not show the model's text; use another template")
+            raise ConfigError("the chat template omits the model's text; use another template")
         return turn_end, following_text
 
     def stop_tokens(self) -> Iterator[str]:
@@ -153,7 +153,9 @@ class TemplateProbe:
 
             first_token = next(filter(following_text.startswith, self._control_tokens), None)
             if first_token is None:
-                raise ConfigError("the chat template does not end the assistant's turn; use another template")
+                raise ConfigError(
+                    "the chat template does not mark the end of the assistant's turn; use another template"
+                )
 
             yield first_token
 
@@ -213,8 +215,9 @@ class TemplateProbe:
             for turn_end, (earlier_text, text) in zip(turn_ends, itertools.pairwise(texts), strict=True):
                 following_text = turn_end.text_after_turn(text[len(earlier_text) :])
                 if following_text is None:
-                    turn_end_text = turn_end.token or "the end of the turn"
-                    return Continuation(f"no longer writes {turn_end_text!r} where the turn ended")
+                    if turn_end.token:
+                        return Continuation(f"no longer writes {turn_end.token!r} at the end of the turn")
+                    return Continuation("no longer marks the end of the turn")
                 # Ids differ from exchange to exchange because the calls do, not because of the template.
                 following_texts.add(_PROBE_ID.sub(_without_exchange, following_text))
 
@@ -331,7 +334,7 @@ class TemplateProbe:
 
         mark_position, mark = max((text.rfind(mark), mark) for mark in (TURN_MARK, CALL_MARK))
         if mark_position < 0:
-            raise ConfigError("the chat template does not show the model's text; use another template")
+            raise ConfigError("the chat template omits the model's text; use another template")
 
         answered_text = self._answered_text(calls)
         turn_tail = self._turn_part(text[mark_position + len(mark) :], answered_text, mark).rstrip()

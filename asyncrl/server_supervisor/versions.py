@@ -165,7 +165,7 @@ class ServerVersions:
         if loaded_before == self._loaded_count and not server.broken and server_label != expected_label:
             raise WeightsError(
                 f"engine {self._index}: its server holds {server_label!r} instead of "
-                f"{expected_label!r}: the server was restarted, or another program loads weights into it"
+                f"{expected_label!r}; the server was restarted, or another program loaded weights into it"
             )
 
         return not server.broken
@@ -175,10 +175,10 @@ class ServerVersions:
 
         if not self._probe_checked and message.probe_gap > max_gap:
             raise ConfigError(
-                f"engine {self._index}: the server computes a different model: its log-probs of version "
+                f"engine {self._index}: the server computes a different model: its log-probs for version "
                 f"{message.ref.version.step} differ from the trainer's by up to {message.probe_gap:.3g} "
-                f"nats, but rounding explains only {max_gap:.3g}; start it with the trainer's model.path and "
-                "dtype"
+                f"nats, but rounding explains only {max_gap:.3g}; start the server with the trainer's "
+                "model.path and dtype"
             )
 
         self._probe_checked = not message.unproven

@@ -6,12 +6,14 @@ import copy
 import datetime
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import replace
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
@@ -92,6 +94,28 @@ def test_deltas(name: str) -> None:
     assert {"tool": text(name, found[0]), "user": text(name, found[1])} == FACTS[name]["deltas"]
 
 
+def test_replies_get_the_numbers_of_their_calls_in_the_whole_conversation() -> None:
+    """Also if each turn numbers its calls from 0, as parsers do; a malformed call has no number."""
+    chat = chat_of("command-a")
+    calls = tuple(replace(CALL, id=f"call_{number}") for number in range(2))
+    replies = tuple(Message("tool", f"rain {call.id}", tool_call_id=call.id) for call in calls)
+    history: tuple[Message, ...] = (Message("user", "Rain?"),)
+    numbers: list[list[str]] = []
+    for turn, answer in (
+        (Message("assistant", tool_calls=calls), replies),
+        (Message("assistant", tool_calls=calls[:1]), replies[:1]),
+        (Message("assistant", "<|START_ACTION|>["), (Message("tool", "no list", name="malformed_call"),)),
+        (Message("assistant", tool_calls=calls), replies),
+    ):
+        history += (turn,)
+        delta = chat.delta_ids(answer, chat.stop_ids[0], history, (TOOL,))
+        history += answer
+        assert delta is not None
+        assert chat.prompt_ids(history, (TOOL,))[-len(delta) :] == delta
+        numbers.append(re.findall(r'"tool_call_id": "(\d*)"', chat.decode(delta)))
+    assert numbers == [["0", "1"], ["2"], [""], ["3", "4"]]
+
+
 @having("after another end")
 def test_delta_after_other_ends(name: str, fact: Any) -> None:
     after, begins = fact
@@ -137,7 +161,7 @@ def test_who_may_answer(name: str, role: str) -> None:
     message = Message(role, "so", tool_call_id=CALL.id, name=CALL.name)
     history = CALLED if role == "tool" else SAID
     if role in family.refuses:
-        refused = f"rejects the roles .*{role}|omits messages .*{role}"
+        refused = f"rejects messages with the roles .*{role}|omits messages .*{role}"
         with pytest.raises(ConfigError, match=refused):
             chat.delta_ids((message,), 0, history)
         with pytest.raises(ConfigError, match=refused):
@@ -183,12 +207,14 @@ def test_a_token_that_the_template_reads_and_the_tokenizer_lacks() -> None:
     tokenizer = tokenizer_of.__wrapped__("qwen2.5")
     tokenizer.chat_template = "{{ bos_token }}" + str(tokenizer.chat_template)
     (warning,) = Chat(tokenizer).check_history("append", ["user"])
-    assert "uses bos_token, which the tokenizer lacks" in warning
+    assert "uses bos_token, but the tokenizer has none" in warning
 
 
 def test_arguments_that_are_no_json_are_refused() -> None:
     wrong = Message("assistant", "", (ToolCall("weather", "{", "call_0"),))
-    with pytest.raises(ConfigError, match=r"rejects the roles \(user, assistant\): JSONDecodeError"):
+    with pytest.raises(
+        ConfigError, match=r"rejects messages with the roles user, assistant: JSONDecodeError"
+    ):
         chat_of("qwen2.5").prompt_ids((Message("user", "?"), wrong))
 
 
@@ -280,7 +306,7 @@ def test_a_control_token_is_one_id_or_none() -> None:
     """A text that is read as several tokens must not make its first letter end turns."""
     tokenizer = Fake(lambda messages, opening: append_only(messages, opening).replace(";", "<end>"))
     tokenizer.all_special_tokens = ("#", "<end>")
-    with pytest.raises(ConfigError, match="does not end the assistant's turn"):
+    with pytest.raises(ConfigError, match="does not mark the end of the assistant's turn"):
         Chat(tokenizer)
 
 
@@ -308,10 +334,13 @@ def test_a_template_that_rewrites_late_is_found_out(part: str) -> None:
         (None, "no chat template"),
         (
             lambda messages, opening: "".join(m["content"] for m in messages),
-            "does not end the assistant's turn",
+            "does not mark the end of the assistant's turn",
         ),
-        (lambda messages, opening: "@a" * opening, "does not show the model's text"),
-        (lambda messages, opening: 1 // 0, r"rejects the roles \(user, assistant\): ZeroDivisionError"),
+        (lambda messages, opening: "@a" * opening, "omits the model's text"),
+        (
+            lambda messages, opening: 1 // 0,
+            r"rejects messages with the roles user, assistant: ZeroDivisionError",
+        ),
     ],
 )
 def test_unusable_templates_are_refused(template: Any, complaint: str) -> None:
