@@ -548,7 +548,7 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
         if written_call is not None:
             yield warning(
                 f"rollout.parser is {parser}, but no parser reads the calls that the chat template writes, "
-                "so calls would be treated as text; write a parser, or set model.template to another template "
+                "so calls would be treated as text; write a parser, or use another template "
                 "(docs/guides/chat.md)"
             )
         else:
