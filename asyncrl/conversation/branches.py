@@ -373,7 +373,7 @@ class Branches:
             if refusal := self._too_long(new_messages, len(extended_row.ids)):
                 return refusal
 
-            delta_ids = self._cached_ids(chat.delta_ids, chat.fold(new_messages, False), extended_row.ids[-1])
+            delta_ids = self._delta_ids(extended_row.messages, extended_row.ids, new_messages, request.tools)
             if delta_ids is not None:
                 messages = extended_row.messages + new_messages
                 return self._make_placement(request, row_number, delta_ids, messages, is_side)
@@ -400,15 +400,30 @@ class Branches:
         row_number = None if request.prompt is not None else self._find_extended_row(request, is_side)
         row_messages, row_ids = self._messages_and_ids(row_number)
         new_messages = request.messages[len(row_messages) :]
-        chat = self._rules.chat
 
         is_quick = is_short(new_messages, 0 if row_ids else sum(map(len, request.tools)))
         if is_quick and row_ids and not is_short(request.messages):
             # The whole request is tokenised if the template rewrites the row.
-            delta_ids = self._cached_ids(chat.delta_ids, chat.fold(new_messages, False), row_ids[-1])
+            delta_ids = self._delta_ids(row_messages, row_ids, new_messages, request.tools)
             is_quick = delta_ids is not None
 
         return None if is_quick else lambda: self._find_placement(request, is_side)
+
+    def _delta_ids(
+        self,
+        row_messages: tuple[Message, ...],
+        row_ids: tuple[int, ...],
+        new_messages: tuple[Message, ...],
+        tools: tuple[str, ...],
+    ) -> tuple[int, ...] | None:
+        """Return the tokens with which new messages extend a row; None if the template rewrites the row."""
+        chat = self._rules.chat
+        written_messages = chat.fold(row_messages, True)
+        answer = chat.fold(new_messages, False)
+        delta_ids: tuple[int, ...] | None = self._cached_ids(
+            chat.delta_ids, answer, row_ids[-1], written_messages, tools
+        )
+        return delta_ids
 
     def _find_text_placement(
         self,

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from asyncrl.conversation.chat_probe import TemplateProbe, common_prefix
-from asyncrl.conversation.chat_render import Renderer, Tokenizer, find_shape, fold
+from asyncrl.conversation.chat_probe import TemplateProbe, WrittenCall, common_prefix
+from asyncrl.conversation.chat_render import Tokenizer, find_renderer, fold
 from asyncrl.conversation.tokenizer import CHARACTERS_PER_TOKEN, ChunkEncoder, Cut, shorten
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message
@@ -51,7 +51,7 @@ class Chat:
 
         format_date = (today or datetime.date.today()).strftime
         self._tokenizer = tokenizer
-        self._render = Renderer(tokenizer, find_shape(tokenizer, format_date, options), format_date, options)
+        self._render = find_renderer(tokenizer, format_date, options)
         special_texts = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
         ids_by_text = {
             text: tokenizer.encode(text, add_special_tokens=False) for text in special_texts if text
@@ -83,7 +83,7 @@ class Chat:
         # The episodes of a group share their prompt and most replies; a rendering costs 0.2 ms or more.
         self._cached_prompt = lru_cache(maxsize=1024)(self._prompt_uncached)
         self._cached_delta = lru_cache(maxsize=1024)(self._delta_uncached)
-        self._cached_rewrites = lru_cache(maxsize=64)(self._probe.rewrites)
+        self._cached_continuation = lru_cache(maxsize=64)(self._probe.continuation)
 
     @cached_property
     def vocabulary(self) -> int:
@@ -111,19 +111,34 @@ class Chat:
         render = self._prompt_uncached if has_model_message or _is_long(messages) else self._cached_prompt
         return render(messages, tools)
 
-    def delta_ids(self, messages: tuple[Message, ...], last_token: int) -> tuple[int, ...] | None:
+    def delta_ids(
+        self,
+        messages: tuple[Message, ...],
+        last_token: int,
+        history: tuple[Message, ...],
+        tools: tuple[str, ...] = (),
+    ) -> tuple[int, ...] | None:
         """Return the tokens that the template writes between a turn that ended with the token `last_token`
-        and the next turn. None if the template rewrites earlier turns when these messages follow; ConfigError
-        if the template refuses the roles.
+        and the next turn. `history`: the row's messages up to that turn. None if the template rewrites
+        earlier turns when these messages follow; ConfigError if the template refuses the roles.
 
         Any stop token ends the turn. After any other token, the delta begins with the end of the turn.
         """
         role_runs = itertools.groupby(message.role for message in messages)
-        if self._cached_rewrites(tuple(role for role, _ in role_runs)):
+        continuation = self._cached_continuation(tuple(role for role, _ in role_runs))
+        if continuation.rewriting:
             return None
-        encode_delta = self._delta_uncached if _is_long(messages) else self._cached_delta
-        delta = encode_delta(messages)
-        turn_ended = bool(self._probe.turn_end(messages).token) and last_token in self.stop_ids
+
+        if continuation.depends_on_history:
+            messages = self._without_control_tokens(messages)
+            turn_end, following_text = self._probe.text_after_history(history, messages, tools)
+            delta = self._encode(turn_end.token + following_text)
+        else:
+            encode_delta = self._delta_uncached if _is_long(messages) else self._cached_delta
+            turn_end = self._probe.turn_end(messages)
+            delta = encode_delta(messages)
+
+        turn_ended = bool(turn_end.token) and last_token in self.stop_ids
         return delta[1:] if turn_ended or delta[:1] == (last_token,) else delta
 
     def fold(self, messages: tuple[Message, ...], beginning: bool) -> tuple[Message, ...]:
@@ -231,7 +246,7 @@ class Chat:
         warnings = [
             _rewriting_warning(history, role, rewriting)
             for role in roles
-            if (rewriting := self._cached_rewrites((role,)))
+            if (rewriting := self._cached_continuation((role,)).rewriting)
         ]
 
         warnings += [
@@ -259,6 +274,11 @@ class Chat:
             )
 
         return warnings
+
+    def written_call(self) -> WrittenCall | None:
+        """Return a turn with a call as the template writes the turn; None if the template does not show
+        calls."""
+        return self._probe.written_call()
 
     def _prompt_uncached(self, messages: tuple[Message, ...], tools: tuple[str, ...]) -> tuple[int, ...]:
         messages = self._without_control_tokens(messages)

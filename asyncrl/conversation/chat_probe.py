@@ -2,7 +2,8 @@
 model, and after which messages the template leaves earlier turns unchanged.
 
 In these conversations the model's turns are marker words that no template contains; the text after a marker
-is the template's. Only CALL_TURN_ENDS depends on model families.
+is the template's. As in real conversations, there are several exchanges, and every call has an id of its own.
+Only CALL_TURN_ENDS depends on model families.
 """
 
 from __future__ import annotations
@@ -10,24 +11,30 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from asyncrl.conversation.chat_render import Accepted, Render
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message, ToolCall
 
-# These tokens end only turns with tool calls: gpt-oss, Llama.
+# These tokens end only turns with tool calls: gpt-oss, Llama, GLM.
 CALL_TURN_ENDS = (
     "<|call|>",
     "<|eom_id|>",
+    "<|observation|>",
 )
 
 TURN_MARK = "asyncrl-turn"
 CALL_MARK = "asyncrl-call"
 THOUGHT_MARK = "asyncrl-thought"
+PROBE_EXCHANGES = 3  # turns with their answers
+CALLS_IN_PROBE = 2  # calls in a turn that tools answer
 _USER_MESSAGE = Message("user", "asyncrl-question")
 _PROBE_TOOL = json.dumps(
     {
@@ -35,11 +42,15 @@ _PROBE_TOOL = json.dumps(
         "function": {
             "name": "asyncrl_probe",
             "description": "Nothing.",
-            "parameters": {"type": "object", "properties": {"asyncrl": {"type": "string"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"asyncrl": {"type": "string", "description": "Nothing."}},
+            },
         },
     }
 )
 _SYSTEM_MESSAGE = Message("system", "asyncrl-rules")
+_PROBE_ID = re.compile(r"asyncrl\d(?P<number>\d)")  # by exchange and call
 _PROBE_TURNS = (
     Message("assistant", TURN_MARK),
     Message("assistant", f"<think>\n{THOUGHT_MARK}\n</think>\n\n{TURN_MARK}"),
@@ -61,6 +72,28 @@ class TurnEnd:
         _, mark, following_text = text.partition(self.mark)
         ending = self.tail + self.token
         return following_text.removeprefix(ending) if mark and following_text.startswith(ending) else None
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """How a template continues a conversation with messages of some roles.
+
+    `rewriting`: how the template changes earlier turns; '': the template only appends.
+    `depends_on_history`: the text of the new messages depends on the messages before them, as in Command A,
+    which numbers the calls of the whole conversation.
+    """
+
+    rewriting: str = ""
+    depends_on_history: bool = False
+
+
+class WrittenCall(NamedTuple):
+    """A turn with one call, as a template writes the turn."""
+
+    text: str
+    call: ToolCall
+    tools: tuple[str, ...]  # the schema of the called tool
+    prompt: str  # the text before the turn
 
 
 class TemplateProbe:
@@ -86,6 +119,24 @@ class TemplateProbe:
         if following_text is None:
             raise ConfigError("the chat template omits the model's text; use another template")
         return following_text
+
+    def text_after_history(
+        self, history: tuple[Message, ...], messages: tuple[Message, ...], tools: tuple[str, ...]
+    ) -> tuple[TurnEnd, str]:
+        """Return the end of the last turn in `history`, and the text that the template writes after that turn
+        when the messages answer. ConfigError if the template does not show the turn."""
+        *earlier_messages, turn = history
+        calls = _marked_calls(turn.tool_calls)
+        turn_end = self._cached_end(calls) if calls else self._plain_end
+        marked_turn = _model_turn(calls, replace(turn, content=TURN_MARK))
+
+        prompt = self._render(earlier_messages, tools)
+        text = self._render([*earlier_messages, marked_turn, *messages], tools)
+        turn_start = len(prompt) if text.startswith(prompt) else len(common_prefix(prompt, text))
+        following_text = turn_end.text_after_turn(text[turn_start:])
+        if following_text is None:
+            raise ConfigError("the chat template omits the model's text; use another template")
+        return turn_end, following_text
 
     def stop_tokens(self) -> Iterator[str]:
         """Yield the texts of the tokens that end a turn, the most usual first. ConfigError if no token
@@ -129,44 +180,61 @@ class TemplateProbe:
 
         return [token for token in self._control_tokens if any(token in text for text in texts)]
 
-    def rewrites(self, roles: tuple[str, ...]) -> str:
-        """Return how the template changes earlier turns when messages of these roles follow; '': the template
-        only appends. ConfigError when the template refuses or hides the messages."""
-        replies = _replies_of_roles(roles)
+    def continuation(self, roles: tuple[str, ...]) -> Continuation:
+        """Return how the template continues a conversation when messages of these roles answer the turns.
+        ConfigError when the template refuses or hides the messages."""
         following_texts: set[str] = set()
         for beginning in self._beginnings(roles):
-            # One turn and answer, then two turns and answers: the first text must begin the second.
-            turn = _model_turn(_answered_calls(replies), beginning.turn)
-            messages = (*beginning.messages, turn, *replies)
-            one_exchange = self._render(messages, beginning.tools)
-            two_exchanges = self._render((*messages, turn, *replies), beginning.tools)
-            if hidden_roles := [message.role for message in replies if message.content not in one_exchange]:
+            # Each text must begin the text of the conversation with one more exchange.
+            turn = beginning.turn
+            messages = beginning.messages
+            texts = [beginning.prompt]
+            turn_ends: list[TurnEnd] = []
+            for exchange in range(1, 1 + PROBE_EXCHANGES):
+                replies = _replies_of_roles(roles, exchange)
+                messages = (*messages, _model_turn(_answered_calls(replies), turn), *replies)
+                texts.append(self._render(messages, beginning.tools))
+                turn_ends.append(self.turn_end(replies))
+
+            if hidden_roles := [message.role for message in replies if message.content not in texts[1]]:
                 raise ConfigError(f"the chat template omits messages with the role {hidden_roles[0]!r}")
 
             if turn.reasoning:
                 turn_alone = self._render((_USER_MESSAGE, turn), opening=False)
-                drops_reasoning = THOUGHT_MARK in turn_alone and two_exchanges.count(THOUGHT_MARK) < 2
+                thought_count = texts[-1].count(THOUGHT_MARK) - beginning.prompt.count(THOUGHT_MARK)
+                drops_reasoning = THOUGHT_MARK in turn_alone and thought_count < PROBE_EXCHANGES
             else:
                 drops_reasoning = (
-                    THOUGHT_MARK in turn.content
-                    and THOUGHT_MARK not in one_exchange
-                    and TURN_MARK in one_exchange
+                    THOUGHT_MARK in turn.content and THOUGHT_MARK not in texts[1] and TURN_MARK in texts[1]
                 )
             if drops_reasoning:
-                return "drops the reasoning of earlier turns"
-            if not (one_exchange.startswith(beginning.prompt) and two_exchanges.startswith(one_exchange)):
-                return "changes the text before the new messages"
+                return Continuation("drops the reasoning of earlier turns")
+            if not all(text.startswith(earlier_text) for earlier_text, text in itertools.pairwise(texts)):
+                return Continuation("changes the text before the new messages")
 
-            turn_end = self.turn_end(replies)
-            for exchange in (one_exchange[len(beginning.prompt) :], two_exchanges[len(one_exchange) :]):
-                following_text = turn_end.text_after_turn(exchange)
+            for turn_end, (earlier_text, text) in zip(turn_ends, itertools.pairwise(texts), strict=True):
+                following_text = turn_end.text_after_turn(text[len(earlier_text) :])
                 if following_text is None:
                     if turn_end.token:
-                        return f"no longer writes {turn_end.token!r} at the end of the turn"
-                    return "no longer marks the end of the turn"
-                following_texts.add(following_text)
+                        return Continuation(f"no longer writes {turn_end.token!r} at the end of the turn")
+                    return Continuation("no longer marks the end of the turn")
+                # Ids differ from exchange to exchange because the calls do, not because of the template.
+                following_texts.add(_PROBE_ID.sub(_without_exchange, following_text))
 
-        return "" if len(following_texts) == 1 else "writes the same message differently in different places"
+        depends_on_history = len(following_texts) > 1 or ("tool" in roles and self._marks_missing_calls())
+        return Continuation(depends_on_history=depends_on_history)
+
+    def _marks_missing_calls(self) -> bool:
+        """Return True if the template writes a tool message differently after a turn without calls: the
+        error of a malformed call is such a message."""
+        reply = Message("tool", "asyncrl-0", name="malformed_call")
+        try:
+            text = self._render([_USER_MESSAGE, _model_turn(()), reply], (_PROBE_TOOL,))
+        except ConfigError:
+            return False
+
+        following_text = self._plain_end.text_after_turn(text)
+        return following_text is not None and following_text != self.text_after_turn((reply,))
 
     def accepted_messages(self) -> Accepted:
         """Return which messages of system and user the template writes completely and in order."""
@@ -197,11 +265,35 @@ class TemplateProbe:
     def shows_calls(self) -> bool:
         return CALL_MARK in self._answered_text(_answered_calls(_replies_of_roles(("tool",))))
 
+    def written_call(self) -> WrittenCall | None:
+        """Return a turn with a call as the template writes the turn; None if the template does not show
+        calls."""
+        call = ToolCall("asyncrl_probe", json.dumps({"asyncrl": CALL_MARK}), "asyncrl01")
+        turn = Message("assistant", "", (call,))
+        tools = (_PROBE_TOOL,)
+        try:
+            prompt = self._render([_USER_MESSAGE], tools)
+            text = self._render([_USER_MESSAGE, turn], tools, opening=False)
+        except ConfigError:
+            return None
+
+        if CALL_MARK not in text:
+            return None
+
+        # The opening of the turn may open a thought, too: the turn begins with the first token that differs.
+        turn_start = len(common_prefix(prompt, text))
+        control_pattern = self._control_pattern()
+        for token in control_pattern.finditer(text):
+            if token.start() < turn_start < token.end():
+                turn_start = token.start()
+
+        return WrittenCall(text[turn_start:], call, tools, prompt=text[:turn_start])
+
     def texts_around_content(self) -> tuple[list[str], list[str]]:
         """Return the texts that the template itself may write before the content of a turn (after the opening
         of the turn), and between the content and the end of the turn; the longest first."""
         turn_tail = self._plain_end.tail
-        control_pattern = re.compile("|".join(map(re.escape, self._control_tokens)) or "(?!)")
+        control_pattern = self._control_pattern()
         text_before = self._render([_USER_MESSAGE, _model_turn(())], opening=False).partition(TURN_MARK)[0]
         opening_length = len(common_prefix(self._render([_USER_MESSAGE]), text_before))
         content_leads = [
@@ -213,19 +305,24 @@ class TemplateProbe:
 
         return content_leads, content_closings[::-1]
 
+    def _control_pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self._control_tokens)) or "(?!)")
+
     def _beginnings(self, roles: tuple[str, ...]) -> Iterator[_Beginning]:
         """Yield beginnings after which a template may behave differently: with and without system message,
         tools, replies of tools, reasoning."""
-        for (messages_before, tools), turn in itertools.product(_contexts_before_turn(roles), _PROBE_TURNS):
-            try:
-                prompt = self._render(messages_before, tools)
-            except ConfigError:
-                if messages_before == (_USER_MESSAGE,) and ("tool" in roles or not tools):
-                    raise
-                continue  # a template without system messages, or without tools
+        contexts_by_turn = [_contexts_before_turn(roles, turn) for turn in _PROBE_TURNS]
+        for contexts in zip(*contexts_by_turn, strict=True):
+            for (messages_before, tools), turn in zip(contexts, _PROBE_TURNS, strict=True):
+                try:
+                    prompt = self._render(messages_before, tools)
+                except ConfigError:
+                    if messages_before == (_USER_MESSAGE,) and ("tool" in roles or not tools):
+                        raise
+                    continue  # a template without system messages, or without tools
 
-            if turn.reasoning or THOUGHT_MARK in turn.content or not prompt.rstrip().endswith("<think>"):
-                yield _Beginning(messages_before, tools, prompt, turn)
+                if turn.reasoning or THOUGHT_MARK in turn.content or not prompt.rstrip().endswith("<think>"):
+                    yield _Beginning(messages_before, tools, prompt, turn)
 
     def _find_end(self, calls: tuple[ToolCall, ...]) -> TurnEnd:
         try:
@@ -302,34 +399,42 @@ class _Beginning:
     turn: Message  # the turn of the model after `messages`, without calls
 
 
-def _contexts_before_turn(roles: tuple[str, ...]) -> list[tuple[tuple[Message, ...], tuple[str, ...]]]:
-    """Return messages and tools that may stand before a turn, if messages of these roles answer the turn."""
+def _contexts_before_turn(
+    roles: tuple[str, ...], turn: Message
+) -> list[tuple[tuple[Message, ...], tuple[str, ...]]]:
+    """Return messages and tools that may stand before a turn, if messages of these roles answer the turn. An
+    earlier turn with calls has the reasoning of `turn`."""
     user_only = (_USER_MESSAGE,)
     with_system = (_SYSTEM_MESSAGE, _USER_MESSAGE)
-    tool_schemas = (_PROBE_TOOL,)
-    if "tool" in roles:
-        return [(user_only, tool_schemas), (with_system, tool_schemas)]
-
+    tool_schemas: tuple[str, ...] = (_PROBE_TOOL,)
     replies = _replies_of_roles(("tool",))
-    call_and_replies = (_model_turn(_answered_calls(replies)), *replies)
-    later_contexts = (
-        user_only,
-        with_system,
-        (*user_only, *call_and_replies),
-        (*with_system, *call_and_replies),
+    call_and_replies = (_model_turn(_answered_calls(replies), turn), *replies)
+    contexts_with_tools = [
+        (user_only, tool_schemas),
+        (with_system, tool_schemas),
+        ((*user_only, *call_and_replies), tool_schemas),
+        ((*with_system, *call_and_replies), tool_schemas),
+    ]
+
+    return (
+        contexts_with_tools if "tool" in roles else [(user_only, ()), (with_system, ()), *contexts_with_tools]
     )
 
-    return [(user_only, ()), (with_system, ()), *((context, tool_schemas) for context in later_contexts)]
 
-
-def _replies_of_roles(roles: tuple[str, ...]) -> tuple[Message, ...]:
-    """Write one message of each role; for tools, two messages."""
+def _replies_of_roles(roles: tuple[str, ...], exchange: int = 0) -> tuple[Message, ...]:
+    """Write one message of each role; for tools, CALLS_IN_PROBE messages, with ids that no other `exchange`
+    has. The ids are as long as Mistral's."""
     messages: list[Message] = []
     for role in roles:
         if role == "tool":
             messages += [
-                Message(role, f"asyncrl-{number}", tool_call_id=f"call_{number}", name=f"asyncrl_{number}")
-                for number in "01"
+                Message(
+                    role,
+                    f"asyncrl-{number}",
+                    tool_call_id=f"asyncrl{exchange}{number}",
+                    name=f"asyncrl_{number}",
+                )
+                for number in range(CALLS_IN_PROBE)
             ]
         else:
             messages.append(Message(role, "asyncrl-more"))
@@ -337,16 +442,23 @@ def _replies_of_roles(roles: tuple[str, ...]) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+def _without_exchange(probe_id: re.Match[str]) -> str:
+    return f"asyncrl0{probe_id['number']}"
+
+
 def _answered_calls(messages: Iterable[Message]) -> tuple[ToolCall, ...]:
-    """Return the calls that the tool messages answer; the arguments of the last call hold the marker."""
+    """Return the calls that the tool messages answer, marked."""
     replies = [message for message in messages if message.role == "tool"]
+    return _marked_calls(
+        [ToolCall(reply.name or "asyncrl_probe", "", reply.tool_call_id) for reply in replies]
+    )
+
+
+def _marked_calls(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+    """Return the calls with other arguments: the arguments of the last call hold the marker."""
     return tuple(
-        ToolCall(
-            reply.name or "asyncrl_probe",
-            json.dumps({"asyncrl": CALL_MARK if remaining == 1 else "asyncrl-other"}),
-            reply.tool_call_id,
-        )
-        for remaining, reply in zip(range(len(replies), 0, -1), replies, strict=True)
+        replace(call, arguments=json.dumps({"asyncrl": CALL_MARK if remaining == 1 else "asyncrl-other"}))
+        for remaining, call in zip(range(len(calls), 0, -1), calls, strict=True)
     )
 
 

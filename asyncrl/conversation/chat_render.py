@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from dataclasses import replace as replace_field
 from typing import Any, Protocol
 
 from msgspec.structs import replace
@@ -57,16 +58,21 @@ class Shape:
 class Renderer:
     """Renders messages and tools (JSON text) as text; `opening`: the start of the model's turn follows.
     ConfigError when the template refuses the messages. `day` formats the date for templates that write a
-    date, which must not change while an episode runs; `options` are further arguments of the template."""
+    date, which must not change while an episode runs; `options` are further arguments of the template.
+    `distinct_ids`: the template does not write the ids of calls, so every call gets an id of its own."""
 
     tokenizer: Tokenizer
     shape: Shape
     day: Callable[[str], str]
     options: Mapping[str, Any]
+    distinct_ids: bool = False
 
     def __call__(
         self, messages: Sequence[Message], tools: tuple[str, ...] = (), *, opening: bool = True
     ) -> str:
+        if self.distinct_ids:
+            messages = _with_distinct_ids(messages)
+
         shaped_messages = list(_shape_messages(messages, self.shape))
         try:
             with users_code():
@@ -126,7 +132,23 @@ def _join_messages(messages: Sequence[Message]) -> Message:
     return replace(messages[0], content="\n\n".join(message.content for message in messages))
 
 
-def find_shape(tokenizer: Tokenizer, format_date: Callable[[str], str], options: Mapping[str, Any]) -> Shape:
+def find_renderer(
+    tokenizer: Tokenizer, format_date: Callable[[str], str], options: Mapping[str, Any]
+) -> Renderer:
+    """Return the renderer for the tokenizer's template: with the shape of messages that the template wants,
+    and with distinct ids unless the template writes ids."""
+    shape = _find_shape(tokenizer, format_date, options)
+    renderer = Renderer(tokenizer, shape, format_date, options)
+    distinct_renderer = replace_field(renderer, distinct_ids=True)
+    try:
+        ids_matter = renderer(_PROBE_CONVERSATION) != distinct_renderer(_PROBE_CONVERSATION)
+    except ConfigError:
+        return renderer
+
+    return renderer if ids_matter else distinct_renderer
+
+
+def _find_shape(tokenizer: Tokenizer, format_date: Callable[[str], str], options: Mapping[str, Any]) -> Shape:
     """Return the shape nearest to the default in which the template shows turns with calls, well-formed or
     not, and the replies; else a shape in which the template shows the replies only. Shapes with a tool role
     come first, and shapes that show the content. The default shape for a template that cannot show tools."""
@@ -194,6 +216,30 @@ _PROBE_CONVERSATION = (
     Message("assistant", "asyncrl-answer"),
     Message("user", "asyncrl-more"),
 )
+
+
+def _with_distinct_ids(messages: Sequence[Message]) -> list[Message]:
+    """Give each call an id that no other call of the conversation has, and each reply the id of its call. The
+    parsers number the calls of each turn anew, but some templates (Command A) look up the call of a reply in
+    the whole conversation. A reply without a call in the turn before keeps its id."""
+    call_numbers = itertools.count()
+    distinct_messages: list[Message] = []
+    ids_in_turn: dict[str, list[str]] = {}  # by the id in the turn, which several calls may share
+    for message in messages:
+        if message.role == "assistant":
+            ids_in_turn = {}
+            distinct_calls: list[ToolCall] = []
+            for call in message.tool_calls:
+                distinct_id = f"asyncrl_call_{next(call_numbers)}"
+                ids_in_turn.setdefault(call.id, []).append(distinct_id)
+                distinct_calls.append(replace(call, id=distinct_id))
+            message = replace(message, tool_calls=tuple(distinct_calls))
+        elif ids_in_turn.get(message.tool_call_id):
+            message = replace(message, tool_call_id=ids_in_turn[message.tool_call_id].pop(0))
+
+        distinct_messages.append(message)
+
+    return distinct_messages
 
 
 def _shape_messages(messages: Sequence[Message], shape: Shape) -> Iterator[Message]:

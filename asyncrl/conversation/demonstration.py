@@ -36,7 +36,7 @@ def demonstration_turns(
     try:
         for position, message in enumerate(sample.prompt):
             if message.role == "assistant" and position >= (sample.given or 0):
-                context = _turn_context(rules, history, answered_count, turns)
+                context = _turn_context(rules, history, answered_count, turns, tools)
                 if context is None:
                     row_number += 1
                     context = rules.chat.prompt_ids(history, tools)
@@ -63,15 +63,23 @@ def demonstration_turns(
 
 
 def _turn_context(
-    rules: Rules, history: tuple[Message, ...], answered_count: int, turns: Sequence[Turn]
+    rules: Rules,
+    history: tuple[Message, ...],
+    answered_count: int,
+    turns: Sequence[Turn],
+    tools: tuple[str, ...],
 ) -> tuple[int, ...] | None:
     """Return the tokens before a turn in its row; None: the turn begins a row."""
     new_messages = history[answered_count:]
     if not new_messages:
         raise ConfigError("an assistant message must follow the message that it answers")
 
-    delta_ids = rules.chat.delta_ids(new_messages, turns[-1].generation.ids[-1]) if turns else None
-    if turns and delta_ids is None and rules.config.history == "append":
+    if not turns:
+        return None
+
+    last_token = turns[-1].generation.ids[-1]
+    delta_ids = rules.chat.delta_ids(new_messages, last_token, history[:answered_count], tools)
+    if delta_ids is None and rules.config.history == "append":
         raise ConfigError("the chat template rewrites earlier turns here; set rollout.history=fork")
 
     return delta_ids

@@ -318,7 +318,8 @@ def _next_turn(rules: Rules, episode: Episode, messages: tuple[Message, ...]) ->
     limits = rules.config
     row_number = len(episode.rows) - 1
 
-    delta_ids = rules.chat.delta_ids(messages, episode.rows[-1][-1])
+    history = _written_conversation(rules, episode)[: -len(messages)]
+    delta_ids = rules.chat.delta_ids(messages, episode.rows[-1][-1], history, episode.opened.tools)
     if delta_ids is not None:
         prefix_ids = episode.rows[-1] + delta_ids
     elif limits.history == "append":

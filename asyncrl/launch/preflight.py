@@ -9,7 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -529,7 +529,13 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
         yield warning("trainer.offload_optimizer has no effect on a CPU, where everything is in main memory")
 
     writes_calls = (rollout.tools or rollout.environment or rollout.agent) and parser in parsers
-    detected_parser = detect(chat_template(config)) if writes_calls else None
+    written_call = None
+    detected_parser = None
+    if writes_calls:
+        with suppress(ConfigError):  # a template that is refused is reported by another check
+            written_call = inputs.parts.chat.written_call()
+        detected_parser = detect(chat_template(config), written_call)
+
     if detected_parser not in (None, parser):
         yield warning(
             f"rollout.parser is {parser}, but the model's chat template looks like {detected_parser}: tool "
@@ -539,11 +545,18 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
     # Without data, the check of the data has failed.
     is_unsure = writes_calls and rollout.tools and not detected_parser and inputs.has_data
     if is_unsure and not shown_calls(inputs.parts, inputs.run_data.train[0].prompt):
-        yield warning(
-            f"rollout.parser is {parser}, but the chat template does not show how the model writes calls, so "
-            "calls in another format would be treated as text; choose from "
-            f"{', '.join(parsers.names())}, or write your own (docs/guides/chat.md)"
-        )
+        if written_call is not None:
+            yield warning(
+                f"rollout.parser is {parser}, but no parser reads the calls that the chat template writes, "
+                "so calls would be treated as text; write a parser, or use another template "
+                "(docs/guides/chat.md)"
+            )
+        else:
+            yield warning(
+                f"rollout.parser is {parser}, but the chat template does not show how the model writes "
+                "calls, so calls in another format would be treated as text; choose from "
+                f"{', '.join(parsers.names())}, or write your own (docs/guides/chat.md)"
+            )
 
     if is_training:
         yield from map(warning, estimates.cost_warnings(config, has_gpu))

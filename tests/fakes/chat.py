@@ -47,7 +47,13 @@ class FakeChat:
     def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]:
         return (*encode("".join(tools) + "".join(self._written(message) for message in messages)), OPEN)
 
-    def delta_ids(self, messages: tuple[Message, ...], after: int) -> tuple[int, ...] | None:
+    def delta_ids(
+        self,
+        messages: tuple[Message, ...],
+        after: int,
+        history: tuple[Message, ...] = (),
+        tools: tuple[str, ...] = (),
+    ) -> tuple[int, ...] | None:
         if after not in self.stop_ids:  # the turn ended at a text: its end comes first
             delta = self.delta_ids(messages, END)
             return delta and (END, *delta)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -196,6 +196,15 @@ FAMILIES = {
         appends=("tool", "user", "system"),
         bare_calls=True,
     ),
+    "command-a": Family(  # numbers the replies of the whole conversation
+        _command,
+        ("<|END_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+        _COMMAND,
+        eos="<EOS_TOKEN>",
+        stops=("<|END_OF_TURN_TOKEN|>", "<EOS_TOKEN>"),
+        appends=("tool", "user", "system"),
+        bare_calls=True,
+    ),
     "glm4.5": Family(
         _glm,
         ("<|user|>", "<|observation|>"),
@@ -291,16 +300,23 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     """Return a real tokenizer with the family's template, with merges learned from the template's text."""
     family = FAMILIES[name]
     template = (TEMPLATES / f"{name}.jinja").read_text()
+    bos = next((token for token in family.controls if token in _BOS), None)
+    return learned_tokenizer(template, family.controls, family.words, eos=family.eos, bos=bos)
+
+
+def learned_tokenizer(
+    template: str, controls: Iterable[str], words: Iterable[str], *, eos: str, bos: str | None
+) -> PreTrainedTokenizerFast:
+    """Return a real tokenizer with the template, with merges learned from the template's text. `controls`:
+    its special tokens; `words`: its added tokens that are not special."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     core.train_from_iterator(template.replace("\\n", "\n").split("\n\n") * 2, trainer)
-    core.add_special_tokens(list(family.controls))
-    core.add_tokens([AddedToken(word, special=False, normalized=False) for word in family.words])
-
-    bos = next((token for token in family.controls if token in _BOS), None)
+    core.add_special_tokens(list(controls))
+    core.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token=family.eos, bos_token=bos, chat_template=template
+        tokenizer_object=core, eos_token=eos, bos_token=bos, chat_template=template
     )

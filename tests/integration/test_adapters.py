@@ -197,7 +197,7 @@ def test_a_world_may_want_one_thread(slow: Any) -> None:
     ("options", "complaint"),
     [
         ({"id": "FrozenLake-v7"}, "unknown environment 'FrozenLake-v7'"),
-        ({"id": "no_such_module:Game-v0"}, "no environment"),
+        ({"id": "no_such_module:Game-v0"}, "unknown environment"),
         ({"id": "Blackjack-v1", "show": "text"}, "cannot render text"),
         ({"id": "FrozenLake-v1", "arguments": "[1]"}, "must be a JSON object"),
         ({"id": "FrozenLake-v1", "arguments": "{"}, "must be a JSON object"),
@@ -212,7 +212,7 @@ def test_gymnasium_options(options: Options, complaint: str) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"id": "FrozenLake-v1", "actions": "a, b"}, "4 actions, but 2 names"),
+        ({"id": "FrozenLake-v1", "actions": "a, b"}, "must list 4 names, one for each action, not 2"),
         ({"id": "CartPole-v1", "arguments": '{"none": 1}'}, "none"),
         ({"id": "Pendulum-v1"}, "Box cannot be read from text"),
     ],

@@ -533,7 +533,7 @@ def test_headers_reach_the_server_and_a_refusal_is_named(
         ({"command": ""}, "set either command, to start a server, or url"),
         ({"url": "http://127.0.0.1:1/mcp"}, "set either command"),
         ({"command": "", "url": "localhost"}, "must begin with http"),
-        ({"command": PLAIN, "allow": "pid, nothing"}, "has no tool 'nothing'; it has pid, variable"),
+        ({"command": PLAIN, "allow": "pid, nothing"}, "has no tool 'nothing'; available: pid, variable"),
         ({"command": PLAIN, "prefix": "with space "}, "is not a valid tool name"),
         (
             {"command": f"{PLAIN} bad_schema"},
@@ -547,7 +547,10 @@ def test_headers_reach_the_server_and_a_refusal_is_named(
             "cannot list the tools of .*: TimeoutError",
         ),
         ({"command": "/no/such/server"}, "no MCP server at .*/no/such/server cannot be run: No such file"),
-        ({"command": f"{sys.executable} -c 'raise SystemExit(\"no licence\")'"}, r"it wrote: no licence"),
+        (
+            {"command": f"{sys.executable} -c 'raise SystemExit(\"no licence\")'"},
+            r"the server wrote: no licence",
+        ),
         (
             {"command": """yes '{"log": 1}'"""},
             r'{"log": 1} the server sent 26\d+ bytes that are not MCP messages',

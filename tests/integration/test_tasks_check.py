@@ -39,7 +39,7 @@ TASKS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "e-wrong": ({"solve": "#!/bin/sh\necho 41 > answer.txt\n"}, ["solved: score is 0, not 1"]),
     "f-fails": (
         {"solve": f"{SOLVE}echo no such thing >&2; exit 3\n"},
-        ["solve.sh did not succeed (failed, exit status 3): no such thing"],
+        [r"solve.sh did not succeed \(failed, exit status 3\): no such thing"],
     ),
     "g-silent": ({"test": "exit 0\n"}, ["untouched: task g-silent fails even without changes: no verdict"]),
     "h-tries": ({"test": f"#!/bin/bash\n{TRIES}{TEST}", "solve": f"#!/bin/bash\n{TRIES}{SOLVE}"}, []),

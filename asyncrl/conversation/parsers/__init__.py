@@ -1,15 +1,17 @@
 """Reads the tool calls that a model writes. A parser turns the text of a turn into calls and never raises."""
 
+from __future__ import annotations
+
+import json
+
+from asyncrl.conversation.chat_probe import WrittenCall
 from asyncrl.conversation.parsers import harmony, pythonic, tagged  # these modules register parsers
 from asyncrl.conversation.parsers.base import Parsed, Parser, load_parser, parse_turn, parsers
 from asyncrl.conversation.parsers.json_calls import hermes
 
-# The first mark that a chat template contains tells the format; the rarest marks come first. None: no parser.
-_PARSER_MARKS: tuple[tuple[str, str | None], ...] = (
-    ("start_tag => `<function`", None),  # Functionary v3.1, Llama 3.1 with tools of the user
-    (">>>all", None),  # Functionary v3
-    ("]<]minimax[>[", None),  # MiniMax-M3
-    ("<tool_calls>[", None),  # Apriel
+# If a chat template does not write calls itself, the first of these marks in its text gives the format; the
+# rarest marks come first.
+_PARSER_MARKS = (
     ("<seed:tool_call>", "seed_oss"),
     ("<minimax:tool_call>", "minimax"),
     ("｜DSML｜", "deepseek_v32"),
@@ -32,7 +34,20 @@ _PARSER_MARKS: tuple[tuple[str, str | None], ...] = (
 )
 
 
-def detect(template: str) -> str | None:
-    """Return the parser that fits a chat template, as a hint for people; None if the template does not
-    tell."""
-    return next((parser for mark, parser in _PARSER_MARKS if mark in template), None)
+def detect(template: str, written_call: WrittenCall | None) -> str | None:
+    """Return the name of the parser that fits a chat template; None if no parser fits. `written_call`: the
+    call that the template writes, which the parser must read back; None: the template writes no calls, so
+    words of its text decide."""
+    if written_call is None:
+        return next((parser for mark, parser in _PARSER_MARKS if mark in template), None)
+
+    text, call, tools, prompt = written_call
+    contents: dict[str, str] = {}
+    for name in parsers.names():
+        parsed = parse_turn(parsers.get(name), text, tools, prompt)
+        calls = [(parsed_call.name, json.loads(parsed_call.arguments)) for parsed_call in parsed.calls]
+        if calls == [(call.name, json.loads(call.arguments))]:
+            contents[name] = parsed.content
+
+    # A parser of another format may overlook tags around the call, which are then content.
+    return min(contents, key=lambda name: len(contents[name]), default=None)

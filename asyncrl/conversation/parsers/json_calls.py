@@ -54,13 +54,24 @@ def hermes(text: str) -> Iterator[CallBlock]:
 # -- {"name": ..., "parameters": {...}}; {...} ---------------------------------------------------------
 
 _PYTHON_TAG = "<|python_tag|>"
+_LLAMA4_CONTENT = Tags("<|python_start|>", "<|python_end|>")  # around the content before calls
 _CALL_OBJECT = re.compile(r'\s*\{\s*"(?:name|parameters|arguments|type|function)"\s*:')
 
 
 @call_format("llama3")
 def llama3(text: str) -> Iterator[CallBlock]:
-    """Find calls that follow the tag, or begin the turn. Any other JSON at the beginning is an answer."""
-    first_block = _untagged(text)
+    """Find calls that follow the tag, or begin the turn. Any other JSON at the beginning is an answer. The
+    template of Llama 4 writes tagged content before the calls, which may be empty."""
+    content_start = skip_space(text, 0)
+    content_end = text.find(_LLAMA4_CONTENT.close)
+    calls_start = 0
+    if text.startswith(_LLAMA4_CONTENT.open, content_start) and content_end >= 0:
+        calls_start = content_end + len(_LLAMA4_CONTENT.close)
+
+    first_block = _untagged(text, calls_start)
+    if first_block and calls_start:
+        yield CallBlock(content_start, content_start + len(_LLAMA4_CONTENT.open))
+        yield CallBlock(content_end, calls_start)
     if first_block:
         yield first_block
 
@@ -71,14 +82,14 @@ def llama3(text: str) -> Iterator[CallBlock]:
         position = text.find(_PYTHON_TAG, block.end)
 
 
-def _untagged(text: str) -> CallBlock | None:
-    if not _CALL_OBJECT.match(text):
+def _untagged(text: str, start: int) -> CallBlock | None:
+    if not _CALL_OBJECT.match(text, start):
         return None
     try:
-        value, _ = json_at(text, 0)
+        value, _ = json_at(text, start)
     except Malformed:
-        return _call_sequence(text, 0, 0)
-    return _call_sequence(text, 0, 0) if {"parameters", "arguments"} & value.keys() else None
+        return _call_sequence(text, start, start)
+    return _call_sequence(text, start, start) if {"parameters", "arguments"} & value.keys() else None
 
 
 def _call_sequence(text: str, block_start: int, position: int) -> CallBlock:

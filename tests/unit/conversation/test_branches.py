@@ -120,8 +120,14 @@ class CountingChat(FakeChat):
         self.rendered.append("prompt")
         return super().prompt_ids(messages, tools)
 
-    def delta_ids(self, messages: tuple[Message, ...], after: int) -> tuple[int, ...] | None:
-        found = super().delta_ids(messages, after)
+    def delta_ids(
+        self,
+        messages: tuple[Message, ...],
+        after: int,
+        history: tuple[Message, ...] = (),
+        tools: tuple[str, ...] = (),
+    ) -> tuple[int, ...] | None:
+        found = super().delta_ids(messages, after, history, tools)
         self.rendered += ["delta"] * (found is not None)
         return found
 

@@ -44,6 +44,7 @@ PARSERS = {
     "qwen3": "hermes",
     "llama3.1": "llama3",
     "command-r7b": "cohere",
+    "command-a": "cohere",
     "glm4.5": "glm",
     "deepseek-v3": "deepseek",
     "deepseek-v3-0324": "deepseek",

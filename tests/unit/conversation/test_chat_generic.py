@@ -33,6 +33,7 @@ class Template:
     numbered: str = ""  # all but the model's messages are numbered, from the front or the back
     reminds: bool = False  # of the system's rules, with each message of a user
     tool_role: bool = True
+    counted: bool = False  # tool replies have the numbers of their calls in the whole conversation
 
     chat_template = "yes"
     eos_token_id = None
@@ -55,11 +56,17 @@ class Template:
                 kept = self.thoughts == "kept" or (self.thoughts == "user" and at > last)
                 yield OPENERS["assistant"] + self.words(message, kept) + END * self.ends
             elif message["role"] == "tool" and self.grouped and roles[at - 1] == "tool":
-                yield f",{message['content']}"
+                yield f",{self.call_number(said, message)}{message['content']}"
             elif message["role"] != "system" or self.system == "first":
                 after_all = self.system == "last" and at == last
                 before = rules if after_all or (self.reminds and message["role"] == "user") else ""
+                before += self.call_number(said, message)
                 yield OPENERS[message["role"]] + number + before + message["content"] + "\n"
+
+    def call_number(self, said: Any, message: Any) -> str:
+        ids = [call["id"] for earlier in said for call in earlier.get("tool_calls", [])]
+        called = self.counted and message.get("tool_call_id", "") in ids
+        return str(ids.index(message["tool_call_id"])) if called else ""
 
     def words(self, message: Any, kept: bool) -> str:
         thought = message.get("reasoning_content", "")
@@ -95,6 +102,7 @@ templates = st.builds(
     numbered=st.sampled_from(["", "", "", "", "front", "back"]),
     reminds=st.sampled_from([False, False, False, True]),
     tool_role=st.sampled_from([True, True, False]),
+    counted=st.booleans(),
 )
 letters = st.text("abc", min_size=1, max_size=3)
 
@@ -134,13 +142,13 @@ def test_what_is_appended_is_what_the_template_writes(
         words = template.encode(template.words(plain(turn), kept=True), add_special_tokens=False)
         written = (*words, chat.stop_ids[0] if template.ends else ids_of(template, answer[0]))
         try:
-            delta = chat.delta_ids(answer, written[-1])
+            delta = chat.delta_ids(answer, written[-1], tuple(said[: -len(answer)]), tools)
         except ConfigError:
             assert "user" in [message.role for message in answer[1:]] or not template.tool_role
             return
         if delta is None:
             event("rewrites")
-            assert template != Template(template.ends, "kept", template.grouped, template.calls)
+            assert template.thoughts != "kept" or template.system == "last" or template.numbered == "back"
             return
         row += written + delta
     event("appends")
@@ -167,7 +175,7 @@ def test_a_template_for_tools_beside_another() -> None:
     with_tools = str(tokenizer.chat_template)
     tokenizer.chat_template = {"default": with_tools.replace("<tool_response>", "("), "tool_use": with_tools}
     chat = Chat(tokenizer)
-    delta = chat.delta_ids((Message("tool", "rain"),), chat.stop_ids[0])
+    delta = chat.delta_ids((Message("tool", "rain"),), chat.stop_ids[0], ())
     assert delta is not None
     assert "<tool_response>\nrain" in tokenizer.decode(delta)
 
@@ -175,6 +183,6 @@ def test_a_template_for_tools_beside_another() -> None:
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_without_a_tool_role(role: str) -> None:
     chat = Chat(Template(tool_role=False))
-    delta = chat.delta_ids((Message(role, "rain"),), chat.stop_ids[0])
+    delta = chat.delta_ids((Message(role, "rain"),), chat.stop_ids[0], ())
     assert delta is not None
     assert ("tool_response" in chat.decode(delta)) == (role == "tool")

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.parsers import detect, parsers
 from tests.fakes.bfcl import Calls, Question, questions
 from tests.fakes.families import FAMILIES, tokenizer_of
@@ -39,7 +40,8 @@ def test_right_calls_are_read_as_they_are(name: str, asked: list[Question]) -> N
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_right_calls_are_read_as_a_real_template_writes_them(name: str, asked: list[Question]) -> None:
     """A tenth of the questions: a template takes a millisecond for each."""
-    fitting = detect(tokenizer_of(name).chat_template)
+    chat = Chat(tokenizer_of(name))
+    fitting = detect(tokenizer_of(name).chat_template, chat.written_call())
     assert fitting
     few = [(question, question.calls[: 1 if FAMILIES[name].one_call else None]) for question in asked[::10]]
     check(fitting, [(rendered(name, calls), question, calls) for question, calls in few])

@@ -29,22 +29,21 @@ def template(name: str) -> str:
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_a_family_is_understood(name: str, count: int) -> None:
     family = FAMILIES[name]
+    chat = Chat(tokenizer_of(name))
     calls = CALLS[: min(count, 1 if family.one_call else 2)]
     content = "" if calls and family.bare_calls else "I look."
     reasoning = "They ask for weather." if family.thinks else ""
-    parser = detect(template(name))
+    parser = detect(template(name), chat.written_call())
     assert parser
+    assert chat.written_call() is None or detect(template(name), None) == parser, "the marks agree"
     read = parsers.get(parser)(family.writes(Message("assistant", content, calls, reasoning=reasoning)))
-    said = Chat(tokenizer_of(name)).content(read.content)
+    said = chat.content(read.content)
     assert (said, read.reasoning, read.errors) == (content, reasoning, ())
     assert [(call.name, call.arguments) for call in read.calls] == [(c.name, c.arguments) for c in calls]
 
 
 LFM2 = """{%- set ns.system_prompt = ns.system_prompt + "List of tools: <|tool_list_start|>[" -%}
 {%- set content = "<|tool_response_start|>" + content + "<|tool_response_end|>" -%}"""
-FUNCTIONARY_31 = """Environment: ipython<|python_tag|>
-start_tag => `<function`
-<function=example_function_name>{"example_name": "example_value"}</function>"""
 
 
 @pytest.mark.parametrize(
@@ -55,22 +54,18 @@ start_tag => `<function`
         ("[func_name1(params_name1=params_value1)]", "pythonic"),
         ("<|tool_call_start|>[f()]<|tool_call_end|>", "pythonic"),
         (LFM2, "pythonic"),
-        (FUNCTIONARY_31, None),
-        ("{{ '>>>all\\n' + message['content'] }}<|python_tag|>", None),
         ("<seed:tool_call>\\n<function=f>\\n<parameter=a>1</parameter>", "seed_oss"),
         ("{%- set toolcall_begin_token = '<minimax:tool_call>' -%}", "minimax"),
-        ("{%- set ns_token = ']<]minimax[>[' -%}{%- set begin = ns_token ~ '<tool_call>' -%}", None),
         ("{%- set dsml_token = '｜DSML｜' -%}<｜tool▁call▁begin｜>", "deepseek_v32"),
         ("{{- '<|tool_call>call:' + function['name'] + '{' -}}", "gemma4"),
         ("{{- '<|open|>' + tag -}}{{- '<|sep|>' -}}", "kimi_k3"),
-        ("<tool_call></tool_call> XML tags\\n<tool_calls>[{{ call }}]</tool_calls>", None),
         ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral"),
         (template("gemma3"), None),
         ("", None),
     ],
 )
 def test_guess(model: str, parser: str | None) -> None:
-    assert detect(model) == parser
+    assert detect(model, None) == parser
     assert parser is None or parser in parsers
 
 

@@ -161,7 +161,7 @@ def check(name: str, seed: int) -> None:
             opened = "<think>\n\n</think>\n\n" * (name == "learned qwen3" and not turn.reasoning)
             assert chat.turn_ids(said, turn, tools) == (*tokenizer.encode(opened), *written)
         said += (turn, *answer)
-        delta = chat.delta_ids(answer, written[-1])
+        delta = chat.delta_ids(answer, written[-1], said[: -len(answer)], tools)
         whole = chat.prompt_ids(said, tools)
         assert (delta is None) == (answer[0].role not in family.appends)
         row = whole if delta is None else row + written + delta
@@ -240,7 +240,7 @@ def test_a_real_configuration_that_misnames_its_class() -> None:
     assert tokenizer.decode(tokenizer.encode(TEST_TEXTS[0], add_special_tokens=False)) == TEST_TEXTS[0]
 
 
-@pytest.mark.parametrize("folder", sorted(path.name for path in FETCHED.glob("*") if path.is_dir()))
+@pytest.mark.parametrize("folder", sorted(path.parent.name for path in FETCHED.glob("*/tokenizer.json")))
 def test_the_text_of_ids_that_come_one_by_one_is_their_text(folder: str) -> None:
     tokenizer = fetched_tokenizer(folder)
     rng = Random(folder)

@@ -214,6 +214,8 @@ TEMPLATE = "model/chat_template.jinja"
 MISTRAL = file(TEMPLATE, "{{ '[TOOL_CALLS]' }}")
 PLAIN = file(TEMPLATE, "{{ messages }}")
 MINIMAX = file(TEMPLATE, "{% set ns = ']<]minimax[>[' %}{{ ns }}<tool_call>{{ messages }}")
+SILENT = file(TEMPLATE, "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}")
+NO_PARSER = "rollout.parser is hermes, but no parser reads the calls"
 NO_CALLS = "rollout.parser is hermes.*gemma4, glm, harmony, hermes, kimi"
 COMPARED: list[Any] = ["final_number", "exact", {"gsm8k": {}, "format": {}}, f"{__name__}:comparing"]
 UNCOMPARED: list[Any] = ["none", f"{__name__}:own", {"format": {}, f"{__name__}:own": {}}, JUDGE]
@@ -460,7 +462,11 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ([CORES[2], {"launch.threads": 2}], "means 4 busy threads on 2 cores.*set launch.threads=1"),
         ([large, DISK_4GB], "checkpoints need 4.8 GB .*has 4.0 GB free"),
     ],
-    "warning: data, settings": [([PLAIN, CALCULATOR], NO_CALLS), ([MINIMAX, CALCULATOR], NO_CALLS)],
+    "warning: data, settings": [
+        ([SILENT, CALCULATOR], NO_CALLS),
+        ([PLAIN, CALCULATOR], NO_PARSER),
+        ([MINIMAX, CALCULATOR], NO_PARSER),
+    ],
 }
 # By check: what is no mistake, or one that another check reports.
 FINE: dict[str, list[Spoil | list[Spoil]]] = {
