@@ -363,6 +363,7 @@ class Coordinator:
         self.trainer.serve_request()
         self.trainer.forget_covered()
         self._report_validations()
+        self._act_on_mismatches(now)
         self._watch_stall(now)
 
         unreachable_peers = self.journal.outbox.unreachable
@@ -396,6 +397,11 @@ class Coordinator:
     def _on_commit(self, message: trainer.Commit) -> None:
         self.workers.send_min_version()
         row = self.reporter.step_row(message.step, message.metrics)
+        self.engines.mismatches.judge_tokens(
+            message.step,
+            message.metrics.get("rollout_corr/logprob_diff_mean", 0.0),
+            message.metrics.get("rollout_corr/logprob_diff_tokens", 0.0),
+        )
 
         engines = map(bytes.decode, self.fleet.versions.engines)
         is_validating = self.validation.is_busy
@@ -430,6 +436,16 @@ class Coordinator:
     def _request_replacement(self, message: shared.Replace) -> None:
         log.error("%s: replaced", message.reason)
         self._to_observers(message)
+
+    def _act_on_mismatches(self, now: float) -> None:
+        """Replace engines that do not compute the trainer's model, or end the run with a checkpoint."""
+        mismatches = self.engines.mismatches
+        for message in mismatches.replacements:
+            self._request_replacement(message)
+        mismatches.replacements = []
+
+        if mismatches.fatal and not self.lifecycle.ending:
+            self.lifecycle.abort_run(mismatches.fatal, now)
 
     def _watch_stall(self, now: float) -> None:
         """Replace silent trainer ranks of a run that has stalled, or end the run with a checkpoint.

@@ -17,12 +17,6 @@ from asyncrl.weights.manifest import WeightsError
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Prefetch, Sleep, Slept
 from asyncrl.wire.sockets import Endpoints
 
-# Largest difference in nats between the log-probs of server and trainer on the first probe: beyond, the
-# server computes another model. As bfloat16 rounding alone may exceed this, so may a multiple of the
-# trainer's own noise.
-MAX_PROBE_GAP = 1.0
-MAX_PROBE_NOISES = 5.0
-
 
 class ServerVersions:
     """Owns all that changes the weights of a server: mirror, loader and sleep."""
@@ -39,7 +33,6 @@ class ServerVersions:
         self._server: Loader | None = None
         self._loaded_count = 0  # loaded versions in all
         self._failures = LoadFailures()
-        self._probe_checked = False  # the server has been compared with the trainer
         # The first server of a run starts before the trainer, later servers once the trainer has left the
         # devices.
         self._starts_later = config.shifts and stored_kv_tokens(Path(config.run_dir) / config.name, index) > 0
@@ -102,7 +95,7 @@ class ServerVersions:
         return "" if self._server is None else self._server.sleeping.unknown_reason
 
     async def next_answer(self) -> Loaded | Slept:
-        """Load the next offered version, or fall asleep. ConfigError if the server computes another model."""
+        """Load the next offered version, or fall asleep."""
         while not (self._weight_loader.has_waiting or self._sleep_answer):
             await self._weight_loader.changed.wait()
 
@@ -111,7 +104,6 @@ class ServerVersions:
 
         message = await self._weight_loader.load_next()
         if not message.error:
-            self._check_probe(message)
             self._loaded_count += 1
         return message
 
@@ -169,16 +161,3 @@ class ServerVersions:
             )
 
         return not server.broken
-
-    def _check_probe(self, message: Loaded) -> None:
-        max_gap = max(MAX_PROBE_GAP, MAX_PROBE_NOISES * message.probe_noise)
-
-        if not self._probe_checked and message.probe_gap > max_gap:
-            raise ConfigError(
-                f"engine {self._index}: the server computes a different model: its log-probs of version "
-                f"{message.ref.version.step} differ from the trainer's by up to {message.probe_gap:.3g} "
-                f"nats, but rounding explains only {max_gap:.3g}; start it with the trainer's model.path and "
-                "dtype"
-            )
-
-        self._probe_checked = not message.unproven

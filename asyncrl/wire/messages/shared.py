@@ -87,10 +87,19 @@ class LoadWeights(WireMessage, frozen=True):
     probe: Probe | None = None
 
 
+class ProbeGap(msgspec.Struct, frozen=True):
+    """The differences between an engine's log-probs of a probe and the trainer's, in nats, over `tokens`
+    tokens. `rounding`: the probe's."""
+
+    largest: Gap
+    mean: Gap
+    tokens: Count
+    rounding: Gap
+
+
 class Loaded(WireMessage, frozen=True):
-    """An engine swapped in a version, or could not. `probe_gap` is the largest difference between the
-    engine's log-probs of the version's probe and the trainer's, over `probe_tokens` tokens; `probe_noise` is
-    the noise of the probe. `postponed`: the version is not available now, and is asked for again. `unproven`:
+    """An engine swapped in a version, or could not. `probe_gap`: by the version's probe, if it was compared.
+    `postponed`: the version is not available now, and is asked for again. `unproven`:
     the engine has compared no probe since the start. `lost`: nobody delivers the version, about which nothing
     is known. `process_failed`: the engine is broken, or the process lacks memory, descriptors, threads or
     room; otherwise an error concerns the version's files."""
@@ -100,9 +109,7 @@ class Loaded(WireMessage, frozen=True):
     checksum: str
     seconds: Finite
     error: str = ""
-    probe_gap: Gap = 0.0
-    probe_tokens: Count = 0
-    probe_noise: Gap = 0.0
+    probe_gap: ProbeGap | None = None
     postponed: bool = False
     unproven: bool = False
     lost: bool = False

@@ -19,7 +19,7 @@ from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.runtime.weight_loader import LOAD_TRIES
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
-from asyncrl.wire.messages.shared import Loaded
+from asyncrl.wire.messages.shared import Loaded, ProbeGap
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.loop import Intervals, settle
 
@@ -162,12 +162,13 @@ async def test_a_load_compares_the_probe(engine: float, gap: float) -> None:
     without the probe is not loaded again for it."""
     f = Fixture()
     f.engine.score = lambda ids: asyncio.sleep(0, tuple(engine for _ in ids[1:]))  # type: ignore[method-assign]
-    probe = Probe((1, 2, 3), (-1.0, -1.5), noise=0.25)
+    probe = Probe((1, 2, 3), (-1.0, -1.5), rounding=0.25)
     for count, offered in enumerate((None, probe, None), start=1):
         f.lane.loads.offer_version(ref(1), offered)
         await f.answered(count)
-    assert [(a.probe_tokens, a.unproven) for a in f.answers] == [(0, True), (2, False), (0, False)]
-    assert (f.answers[1].probe_gap, f.answers[1].probe_noise) == (gap, 0.25)
+    assert [answer.unproven for answer in f.answers] == [True, False, False]
+    expected_gap = ProbeGap(largest=gap, mean=gap / 2, tokens=2, rounding=0.25)
+    assert [answer.probe_gap for answer in f.answers] == [None, expected_gap, None]
     assert len(f.engine.loads) == 1
     f.task.cancel()
 
