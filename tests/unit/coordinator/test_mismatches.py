@@ -1,4 +1,4 @@
-"""Engines whose log-probs are not the trainer's: which gaps rounding explains, and what follows from others."""
+"""Engines whose log-probs are not the trainer's: which gaps rounding explains, and what happens then."""
 
 from __future__ import annotations
 
