@@ -26,7 +26,8 @@ from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.versions import EngineRecord
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.wire.messages.engine import SupervisorHeartbeat, SupervisorHello
-from asyncrl.wire.messages.shared import Loaded, Prefetch
+from asyncrl.wire.messages.shared import Loaded, Prefetch, Sampled
+from asyncrl.wire.messages.trainer import ScoredSamples
 from asyncrl.wire.messages.worker import EngineEntry, Engines, EngineUse
 from asyncrl.wire.sockets import role_of
 
@@ -90,6 +91,7 @@ class EngineHandler:
 
     def remove_engine(self, peer: bytes) -> None:
         self.versions.engines.pop(peer, None)
+        self.mismatches.forget_engine(peer)
 
     def quarantined(self, peer: bytes) -> bool:
         """Return True if the worker's own engine must not sample."""
@@ -193,6 +195,21 @@ class EngineHandler:
             self.probe_mean_gap = message.probe_gap.mean
             self.probe_tokens += message.probe_gap.tokens
         return self.mismatches.judge_probe(peer, name, message)
+
+    def note_samples(self, peer: bytes, message: Sampled) -> None:
+        """Hold the sequences that an engine has sampled for a test, until the trainer asks for a plan."""
+        if peer in self.versions.engines:
+            self.fleet.samples.add(peer, message, self.fleet.vocabulary)
+
+    def judge_samples(self, message: ScoredSamples) -> None:
+        """Judge engines by their samples, which the trainer has scored."""
+        for sums in message.sums:
+            peer = sums.engine.encode()
+            engine = self.versions.engines.get(peer)
+            if engine is None or engine.quarantined:  # replaced, or to be replaced
+                continue
+            if not self.mismatches.judge_samples(peer, engine.name, message.version, sums):
+                self.quarantine(peer, math.inf)  # until another process takes its place
 
     def usable_versions(self, workers: Iterable[bytes]) -> dict[bytes, list[int]]:
         """Return the versions that the episodes of each worker can start on, ascending.

@@ -266,6 +266,8 @@ class Coordinator:
                 self.validation.confirm_load(peer, message, now)
             case shared.Loaded():
                 self.engines.confirm_load(peer, message, now)
+            case shared.Sampled():
+                self.engines.note_samples(peer, message)
             case shared.Slept():
                 self.shifts.confirm_sleep(peer, message, now)
             case engine.SupervisorHello():
@@ -284,6 +286,8 @@ class Coordinator:
                 self.workers.cancel_episodes(self.trainer.record_given_up(peer, message))
             case trainer.Probed():
                 self.trainer.record_probe(message, now)
+            case trainer.ScoredSamples():
+                self.engines.judge_samples(message)
             case trainer.Published():
                 self.trainer.record_version(message, now)
             case trainer.Checkpointed():

@@ -245,6 +245,8 @@ class Reporter:
                 "weights/stall_s": self.trainer.snapshot_s,
                 "weights/probe_logprob_diff_max": self.engines.largest_probe_gap,
                 "weights/probe_logprob_diff_mean": self.engines.probe_mean_gap,
+                "weights/sample_surprisal_z": self.engines.mismatches.sample_z,
+                "weights/sample_tokens": float(self.engines.mismatches.sample_tokens),
                 "weights/mismatches": float(self.engines.mismatches.count),
                 "weights/probe_tokens": float(self.engines.probe_tokens),
                 "rollout/multi_version_frac": self.multi_version_episodes / max(1, self.finished_episodes),

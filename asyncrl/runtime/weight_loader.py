@@ -89,6 +89,7 @@ class WeightLoader:
 
         self._offered_version: tuple[WeightsRef, Probe | None] | None = None
         self._has_probed = False  # the engine has compared a probe
+        self.compared_probe: Probe | None = None  # the probe that the last load has compared
         self._loading_version: tuple[WeightsRef, Probe | None] | None = None
         self._last_loaded: tuple[WeightsRef, Manifest] | None = None
         self._sleeps_asked = 0  # asked for, and not over
@@ -152,6 +153,7 @@ class WeightLoader:
     async def _load_version(self, ref: WeightsRef, probe: Probe | None) -> Loaded:
         checksum = ""
         probe_gap: ProbeGap | None = None
+        self.compared_probe = None
         started_at = time.monotonic()
         started_wall = time.time()
         with recorded() as failure:
@@ -171,6 +173,7 @@ class WeightLoader:
                         if probe is not None:
                             probe_gap = await _compare_probe(engine, probe)
                             self._has_probed = True
+                            self.compared_probe = probe if probe_gap is not None else None
                         checksum = manifest.checksum
                 except TimeoutError as timeout:
                     verb = "loaded" if self._last_loaded is None else "probed"

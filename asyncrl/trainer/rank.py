@@ -37,6 +37,7 @@ from asyncrl.trainer.optimizer import SpikeError
 from asyncrl.trainer.performance import peak_flops, performance
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.report import RatioRecorder
+from asyncrl.trainer.sample_scores import sum_surprisals
 from asyncrl.types import PolicyVersion, Turn
 from asyncrl.weights.memory import trim_heap
 from asyncrl.wire.messages import shared, trainer
@@ -163,6 +164,8 @@ class TrainerRank:
                     part_index += 1
                 case "probe":
                     self._publish_probe()
+                case "probe_samples":
+                    self._score_samples(plan)
                 case "step":
                     self._finish_batch(plan)
                     part_index = 0
@@ -321,6 +324,25 @@ class TrainerRank:
             version = PolicyVersion(self.trainer_epoch, self.published_step)
             self.client.probed_message = trainer.Probed(version, probe)
             self.client.control.send(self.client.probed_message)
+
+    def _score_samples(self, plan: trainer.WorkPlan) -> None:
+        """Score the sequences that engines have sampled with the version that this trainer holds."""
+        scored_sums = list[trainer.SurprisalSums]()
+        with self.timeline.span("probe"), self.stopwatch.phase("update_weights"):
+            for samples in plan.samples:
+                sums = sum_surprisals(
+                    self.learner.policy,
+                    samples.engine,
+                    samples.sequences,
+                    temperature=self.config.rollout.temperature,
+                    device=self.trainer_world.device,
+                )
+                scored_sums.append(sums)
+                self.publishing.allow_pause()
+
+        if self.is_first:
+            version = PolicyVersion(self.trainer_epoch, self.learner.step)
+            self.client.control.send(trainer.ScoredSamples(version, tuple(scored_sums)))
 
     def _save_if_due(self) -> None:
         """Begin a checkpoint after a commit, if due; a checkpoint that becomes due while another is being

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl.observe.alerts import Alert
+from asyncrl.types import MAX_VOCABULARY, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
 
 # Decoding fails for numbers out of range: sums of accepted numbers stay finite, and fit into the store.
@@ -15,6 +16,9 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]  # seconds may be negative after a clock was set back
 Share = Annotated[float, Meta(ge=0, le=1)]
 Gap = Annotated[float, Meta(ge=0)]  # infinite if a compared value is no number
+TokenId = Annotated[int, Meta(ge=0, lt=MAX_VOCABULARY)]
+MAX_SAMPLES = 64  # sequences in a message
+MAX_SAMPLE_TOKENS = 64  # tokens of such a sequence, including its prompt
 MAX_PIECE_BYTES = 1 << 20  # maximum bytes of a file in a message
 FileName = Annotated[
     str, Meta(pattern=r"^(logs|timeline|ratios)/[a-z]+-[0-9-]+\.(log|jsonl)\Z", max_length=100)
@@ -114,6 +118,22 @@ class Loaded(WireMessage, frozen=True):
     unproven: bool = False
     lost: bool = False
     process_failed: bool = False
+
+
+class SampledSequence(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt and its sampled continuation. `logprobs`: of the sampled tokens, the last of `ids`, as the
+    engine has reported them."""
+
+    ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_SAMPLE_TOKENS)]
+    logprobs: Annotated[tuple[float, ...], Meta(max_length=MAX_SAMPLE_TOKENS)]
+
+
+class Sampled(WireMessage, frozen=True):
+    """An engine has sampled these sequences with a version, at the temperature of the run, for a test by the
+    trainer."""
+
+    version: PolicyVersion
+    sequences: Annotated[tuple[SampledSequence, ...], Meta(max_length=MAX_SAMPLES)]
 
 
 class Sleep(WireMessage, frozen=True):

@@ -1,0 +1,46 @@
+"""Holds the sequences that engines have sampled for a test, until the trainer can score them."""
+
+from __future__ import annotations
+
+import logging
+
+from asyncrl.types import PolicyVersion
+from asyncrl.wire.messages.shared import Sampled
+from asyncrl.wire.messages.trainer import EngineSamples
+
+log = logging.getLogger("asyncrl.coordinator")
+
+MAX_ENGINES = 8  # engines whose samples are in one plan: the next part of the batch waits
+
+
+class PendingSamples:
+    """The newest samples of each engine. Samples of other versions than the trainer's are dropped: their
+    weights are gone."""
+
+    def __init__(self) -> None:
+        self._samples: dict[bytes, Sampled] = {}  # by identity of the engine's peer
+
+    def add(self, peer: bytes, message: Sampled, vocabulary: int) -> None:
+        """Store an engine's samples in place of earlier samples. Samples that the trainer could not score are
+        dropped."""
+        if not message.sequences:
+            return
+        for sequence in message.sequences:
+            has_prompt = 0 < len(sequence.logprobs) < len(sequence.ids)
+            if not has_prompt or max(sequence.ids) >= vocabulary:
+                log.warning(
+                    "%s: samples for the test of the engine are malformed, and are dropped", peer.decode()
+                )
+                return
+        self._samples[peer] = message
+
+    def take(self, version: PolicyVersion) -> tuple[EngineSamples, ...]:
+        """Return the samples of this version, of MAX_ENGINES engines at most, and drop those of other
+        versions."""
+        self._samples = {
+            peer: message for peer, message in self._samples.items() if message.version == version
+        }
+        return tuple(
+            EngineSamples(peer.decode(), self._samples.pop(peer).sequences)
+            for peer in list(self._samples)[:MAX_ENGINES]
+        )
