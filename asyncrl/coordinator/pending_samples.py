@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from asyncrl.types import PolicyVersion
-from asyncrl.wire.messages.shared import Sampled
+from asyncrl.wire.messages.shared import MAX_SAMPLES, Sampled
 from asyncrl.wire.messages.trainer import EngineSamples
 
 log = logging.getLogger("asyncrl.coordinator")
@@ -14,15 +14,15 @@ MAX_ENGINES = 8  # engines whose samples are in one plan: the next part of the b
 
 
 class PendingSamples:
-    """The newest samples of each engine. Samples of other versions than the trainer's are dropped: their
-    weights are gone."""
+    """The samples of each engine with its newest version. The trainer can score its own version only, so the
+    samples of other versions are dropped."""
 
     def __init__(self) -> None:
         self._samples: dict[bytes, Sampled] = {}  # by identity of the engine's peer
 
     def add(self, peer: bytes, message: Sampled, vocabulary: int) -> None:
-        """Store an engine's samples in place of earlier samples. Samples that the trainer could not score are
-        dropped."""
+        """Store an engine's samples, beside earlier samples of the same version and in place of samples of
+        other versions. Samples that the trainer could not score are dropped."""
         if not message.sequences:
             return
         for sequence in message.sequences:
@@ -32,6 +32,11 @@ class PendingSamples:
                     "%s: samples for the test of the engine are malformed, and are dropped", peer.decode()
                 )
                 return
+
+        pending = self._samples.get(peer)
+        if pending is not None and pending.version == message.version:
+            sequences = (*pending.sequences, *message.sequences)[:MAX_SAMPLES]
+            message = Sampled(message.version, sequences)
         self._samples[peer] = message
 
     def take(self, version: PolicyVersion) -> tuple[EngineSamples, ...]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import Request, Sampling
@@ -24,7 +25,7 @@ log = logging.getLogger("asyncrl.engine")
 SAMPLE_COUNT = 64  # sequences
 SAMPLE_TOKENS = 16  # sampled tokens of each sequence
 PROMPT_TOKENS = 8
-REQUESTS_AT_ONCE = 8  # so that turns of episodes find room
+REQUESTS_AT_ONCE = 16  # sequences in a batch: turns of episodes find room beside it
 SAMPLE_SECONDS = 60.0  # seconds for all sequences of a version
 
 
@@ -40,7 +41,7 @@ class ProbeSampling:
         self,
         config: RunConfig,
         engine: int,
-        generate: Callable[[Request], Awaitable[Generation]],
+        generate: Callable[[Request], Coroutine[Any, Any, Generation]],
         release: Callable[[str], None],
     ) -> None:
         self._config = config
@@ -82,30 +83,36 @@ class ProbeSampling:
         requests: Sequence[Request],
         report: Callable[[Sampled], Awaitable[None]],
     ) -> None:
-        free_requests = asyncio.Semaphore(REQUESTS_AT_ONCE)
-
-        async def sample(request: Request) -> SampledSequence | None:
-            """Return the sequence; None if an update came in between."""
-            async with free_requests:
-                try:
-                    generation = await self._generate(request)
-                finally:
-                    self._release(request.session)
-            is_of_version = all(span.version == span.kv_version == version.step for span in generation.spans)
-            if not is_of_version or not generation.ids:
-                return None
-            return SampledSequence(request.ids + generation.ids, generation.logprobs)
-
+        """Sample and report the sequences in batches: if the trainer moves on to another version early, the
+        first batches still count."""
         with recorded() as failure:
-            async with asyncio.timeout(SAMPLE_SECONDS), asyncio.TaskGroup() as group:
-                tasks = [group.create_task(sample(request)) for request in requests]
+            async with asyncio.timeout(SAMPLE_SECONDS):
+                for start in range(0, len(requests), REQUESTS_AT_ONCE):
+                    sequences = await self._sample_batch(version, requests[start : start + REQUESTS_AT_ONCE])
+                    if sequences:
+                        await report(Sampled(version, sequences))
 
         if failure.error is not None:
             log.info("v%d was not sampled for the test of the engine: %s", version.step, failure.line)
-            return
 
-        sequences = (task.result() for task in tasks)
-        await report(Sampled(version, tuple(sequence for sequence in sequences if sequence is not None)))
+    async def _sample_batch(
+        self, version: PolicyVersion, requests: Sequence[Request]
+    ) -> tuple[SampledSequence, ...]:
+        """Return the sequences that only this version has sampled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._generate(request)) for request in requests]
+        finally:
+            for request in requests:
+                self._release(request.session)
+
+        generations = [task.result() for task in tasks]
+        return tuple(
+            SampledSequence(request.ids + generation.ids, generation.logprobs)
+            for request, generation in zip(requests, generations, strict=True)
+            if generation.ids
+            and all(span.version == span.kv_version == version.step for span in generation.spans)
+        )
 
 
 def sample_requests(
