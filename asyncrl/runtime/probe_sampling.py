@@ -61,7 +61,7 @@ class ProbeSampling:
             return
 
         self.stop()
-        if probe is not None and self._config.rollout.temperature > 0:
+        if probe is not None:
             self._version = version
             requests = sample_requests(self._config, self._engine, version, probe)
             self._task = asyncio.create_task(self._sample(version, requests, report))

@@ -11,6 +11,7 @@ from asyncrl.coordinator.mismatches import MIN_TOKENS, Mismatches, gap_limit
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Loaded, ProbeGap, Replace
+from asyncrl.wire.messages.trainer import SurprisalSums
 
 ENGINE = b"engine/1/b7"
 WORKER = b"rollout/0/w3"
@@ -97,3 +98,70 @@ def test_trained_tokens_are_judged_from_the_first_step() -> None:
     assert not judge.count
     judge.judge_tokens(1, 1.5, MIN_TOKENS)
     assert judge.count == 1 and "step 1 differ from the trainer's by 1.5 nats" in judge.fatal
+
+
+def sums(z: float, gap: float = 0.0, tokens: int = 1024) -> SurprisalSums:
+    """Sums over tokens whose surprisal has the variance 1."""
+    return SurprisalSums(
+        engine=ENGINE.decode(),
+        tokens=tokens,
+        deviation=z * math.sqrt(tokens),
+        squares=float(tokens),
+        variance=float(tokens),
+        gap=gap * tokens,
+    )
+
+
+@pytest.mark.parametrize(
+    ("z", "comparison", "cause"),
+    [(-12.0, "less surprising", "top_p, top_k or min_p"), (12.0, "more surprising", "a higher temperature")],
+)
+def test_an_engine_is_named_by_its_samples(z: float, comparison: str, cause: str) -> None:
+    judge = mismatches("stop")
+    judge.judge_probe(ENGINE, "engine 1", loaded(0.0))
+    assert not judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 8), sums(z))
+    assert (
+        "engine 1" in judge.fatal and "up to v8" in judge.fatal and f"z = {z:.1f} over 1,024" in judge.fatal
+    )
+    assert comparison in judge.fatal and cause in judge.fatal
+    assert (judge.count, judge.sample_z, judge.sample_tokens) == (1, abs(z), 1024)
+
+
+def test_samples_are_judged_together_by_process() -> None:
+    judge = mismatches("replace")
+    judge.judge_probe(ENGINE, "engine 1", loaded(0.0))
+    verdicts = [
+        judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, step), sums(-3.0)) for step in range(8)
+    ]
+    assert verdicts[0] and not verdicts[-1], "one z of -3 is chance, eight are not"
+    assert judge.judge_samples(WORKER, "worker 0", PolicyVersion(1, 8), sums(-3.0))
+    assert judge.sample_z == pytest.approx(3 * math.sqrt(8))
+
+    judge.forget_engine(ENGINE)
+    assert judge.judge_samples(b"engine/1/c8", "engine 1", PolicyVersion(1, 9), sums(-3.0))
+    assert judge.sample_z == pytest.approx(3.0) and judge.sample_tokens == 10 * 1024
+
+
+def test_engines_share_the_false_alarm_rate_of_a_run() -> None:
+    """The more engines, the more it takes."""
+    judge = mismatches("warn")
+    judge.judge_probe(ENGINE, "engine 1", loaded(0.0))
+    for index in range(2000):
+        judge.judge_samples(b"engine/%d/a" % index, f"engine {index}", PolicyVersion(1, 0), sums(-6.0))
+    assert 1 <= judge.count < 100
+
+
+def test_reported_log_probs_of_samples_are_judged_like_the_probe() -> None:
+    judge = mismatches("stop")
+    judge.judge_probe(ENGINE, "engine 1", loaded(0.0, BFLOAT16_ROUNDING))
+    assert judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 0), sums(0.0, gap=0.14))
+    assert not judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 1), sums(0.0, gap=0.16))
+    assert "sampled with v1 differ by 0.16 nats" in judge.fatal
+    not_finite = mismatches("stop")
+    not_finite.judge_probe(ENGINE, "engine 1", loaded(0.0))
+    assert not not_finite.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 0), sums(0.0, gap=math.inf))
+
+
+def test_samples_are_not_judged_without_a_probe() -> None:
+    judge = mismatches("stop")
+    assert judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 0), sums(-50.0)) and not judge.count
