@@ -39,60 +39,59 @@ class ModelKeys(TypedDict, total=False):
     """Directory with config.json, model.safetensors, tokenizer.json and a chat template, or `owner/name`
     on the Hugging Face hub, with `@revision` for a revision other than the newest."""
     template: str | PathLike[str]
-    """Chat template that replaces the model's: a Jinja file, or the built-in `chatml_tools`. Exports
-    contain it."""
+    """Chat template that replaces the model's: a Jinja file, or the built-in `chatml_tools`. Exported
+    models contain this template."""
     template_args: Mapping[Any, Any]
-    """Arguments of the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
+    """Arguments for the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
     dtype: Literal["auto", "float32", "bfloat16"]
     """Compute type of the trainer, also used for frozen weights, published weights and the embedded
-    engine. Trained weights and the optimizer are float32. auto: bfloat16 on a GPU (expected on Ray,
-    unless `device` is cpu) or on a CPU with instructions for it, otherwise float32."""
+    engine. Trained weights and the optimizer are float32. auto: bfloat16 on a GPU (assumed on Ray, unless
+    `device` is cpu) or on a CPU with bfloat16 instructions, otherwise float32."""
     device: Literal["auto", "cpu", "cuda"]
-    """Device of trainer ranks and embedded engines. Embedded engines take GPUs that no rank or scorer
-    uses, if any (with `engine.colocated`: those of the ranks). On Ray an embedded engine gets its own GPU
+    """Device of trainer ranks and embedded engines. Embedded engines use any GPUs that no rank or scorer
+    uses (with `engine.colocated`: the GPUs of the ranks). On Ray, an embedded engine gets its own GPU
     only with `cuda`."""
     fp32_head: bool
     """Compute the trainer's logits in float32 even if `dtype` is bfloat16."""
     lora_rank: int
-    """Rank of low-rank adapters on the linear layers, trained instead of the weights; 0: train all
-    weights."""
+    """Rank of the low-rank adapters on the linear layers, which are trained instead of the weights; 0:
+    train all weights."""
     lora_alpha: float
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_modules: Sequence[str]
-    """Linear layers to adapt, by the last part of their names, e.g. `[q_proj, v_proj]`; empty: all in the
-    text part, except the kinds for which servers do not accept separate adapters."""
+    """Linear layers to adapt, by the last part of their names, e.g. `[q_proj, v_proj]`; empty: all linear
+    layers in the text part, except kinds for which servers do not accept separate adapters."""
 
 class DataKeys(TypedDict, total=False):
-    """Prompts, in the columns that verl uses or in others."""
+    """Prompts, in the same columns as verl's or in others."""
 
     train: str | PathLike[str] | Sequence[str | PathLike[str] | Mapping[str, Any]]
     """Training samples: a file (parquet, jsonl, json, csv), a directory of tasks, a glob pattern, or a
-    hub data set `hf:OWNER/NAME:CONFIG:SPLIT`; or a list of these, in which either all have weights
-    (`{path, weight}`) or none."""
+    hub data set `hf:OWNER/NAME:CONFIG:SPLIT`; or a list of these, either all with weights (`{path,
+    weight}`) or all without."""
     test: str | PathLike[str] | Sequence[str | PathLike[str]]
-    """Held-out samples, given like `train`, without weights; empty: no validation."""
+    """Held-out samples, specified like `train` but without weights; empty: no validation."""
     columns: Mapping[Any, Any]
     """Columns that hold the parts of a sample, e.g. `{prompt: question, ground_truth: answer.value}`."""
     dataset: Code
-    """Custom reader, `module:class` or `file.py:class`: called with the path of each source, it returns
-    an iterable of rows; empty: the readers of the formats above."""
+    """Custom reader, `module:class` or `file.py:class`: the reader is called with the path of each source
+    and returns an iterable of rows; empty: use the readers for the formats above."""
     system_prompt: str
-    """System message for prompts without one."""
+    """System message for prompts that have none."""
     filter_overlong: bool
-    """Leave out prompts after which `rollout.max_tokens` has no room for a turn of
-    `rollout.max_new_tokens`, and demonstrations that are longer. If false, the checks before the start
-    warn about them."""
+    """Leave out prompts that leave no room within `rollout.max_tokens` for a turn of
+    `rollout.max_new_tokens`, and demonstrations longer than `rollout.max_tokens`. If false, asyncrl only
+    warns about such samples."""
     order: Code
     """Custom order of samples in an epoch, `module:function` or `file.py:function`: called with the
-    samples, the numbers of the samples drawn, and the epoch, it returns these numbers in their new
-    order."""
+    samples, the numbers of the samples drawn, and the epoch, it returns these numbers in a new order."""
     shuffle: bool
-    """Reshuffle the samples in each epoch, as determined by `seed`."""
+    """Reshuffle the samples in each epoch; `seed` determines the order."""
     epochs: int
-    """Passes over the training samples; 0: as many as `total_steps` needs."""
+    """Passes over the training samples; 0: as many as `total_steps` requires."""
     at_end: Literal["flush", "drop"]
-    """When the data ends and fewer groups are live than a batch needs: train them as a short batch, or
-    drop them (`end_of_data`)."""
+    """If the data ends and the remaining live groups do not fill a batch: train on a short batch, or drop
+    the groups (`end_of_data`)."""
 
 class RolloutKeys(TypedDict, total=False):
     """Episodes: sampling, limits, tools, environment, agent and reward."""
@@ -100,39 +99,39 @@ class RolloutKeys(TypedDict, total=False):
     workers: int
     """Number of rollout worker processes."""
     slots: int
-    """Episodes that one worker runs at once."""
+    """Number of episodes that one worker runs at once."""
     temperature: float
-    """Sampling temperature of training episodes. Training uses no top-p or top-k, so that recorded
-    log-probs are those of the sampled distribution."""
+    """Sampling temperature of training episodes. Training uses neither top-p nor top-k, so that recorded
+    log-probs match the sampling distribution."""
     max_new_tokens: int
-    """Token limit of one turn."""
+    """Token limit for one turn."""
     max_tokens: int
-    """Token limit of a row, including prompt and tool replies. An episode has one row, unless its history
-    is rewritten or branches."""
+    """Token limit for a row, including the prompt and tool replies. An episode has one row, unless its
+    history is rewritten or branches."""
     max_turns: int
     """Maximum number of model turns in an episode."""
     max_calls: int
     """Maximum number of tool calls in an episode."""
     max_bad_calls: int
-    """Consecutive bad tool calls (malformed, unknown tool, wrong arguments) after which an episode
-    ends."""
+    """Number of consecutive bad tool calls (malformed, unknown tool, wrong arguments) after which an
+    episode ends."""
     max_reply_tokens: int
-    """Token limit of a tool reply or an environment message; longer texts are cut."""
+    """Token limit for a tool reply or an environment message; longer texts are shortened."""
     cut_replies: Literal["head", "middle", "tail"]
-    """Part that is cut out of an overlong tool reply."""
+    """Part of an overlong tool reply that is cut out."""
     history: Literal["append", "fork", "fold"]
     """If a chat template rewrites earlier turns, `append` refuses the template, but `fork` and `fold`
-    begin a new row. A full row ends the episode; with `fold`, the episode continues in a new row without
+    start a new row. A full row ends the episode; with `fold`, the episode continues in a new row without
     the oldest tool replies."""
     max_rows: int
-    """Maximum rows of one episode, with `history=fork`, `history=fold` or an agent."""
+    """Maximum number of rows in an episode, with `history=fork`, `history=fold` or an agent."""
     tools: Sequence[str | PathLike[str]]
     """Tools: registered names, `module:function`, `file.py:function`, or a folder of such files."""
     tool_args: Mapping[Any, Any]
-    """Constructor arguments by tool, e.g. `{calculator: {latency_mean: 0.3}}`."""
+    """Constructor arguments for each tool, e.g. `{calculator: {latency_mean: 0.3}}`."""
     tool_timeout: float
-    """Deadline for one tool call, after which the episode continues with an error reply, and for one
-    environment step, unless the tool or environment sets its own deadline."""
+    """Deadline for one tool call or environment step, unless the tool or environment sets its own
+    deadline. After a tool call that misses the deadline, the episode continues with an error reply."""
     parser: str
     """Format of the model's tool calls."""
     environment: Code
@@ -145,11 +144,11 @@ class RolloutKeys(TypedDict, total=False):
     `file.py:function`; empty: the worker runs the episode turn by turn."""
     agent_address: str
     """Address on which each worker listens for agents, or a name that each machine resolves to its own
-    address. Use addresses other than 127.0.0.1 in private networks only: nothing is encrypted."""
+    address. Use addresses other than 127.0.0.1 only in private networks, because nothing is encrypted."""
     untrained_agents: Sequence[str | PathLike[str]]
-    """Requests of an agent whose turns are not trained (titles, commit messages): names or globs of their
-    `model`, or a function of the request, `module:function` or `file.py:function`. These requests have
-    their own limits, as large as `max_turns` and `max_rows`."""
+    """Agent requests whose turns are not used for training (titles, commit messages): names or globs of
+    their `model`, or a function of the request, `module:function` or `file.py:function`. These requests
+    have separate limits, equal to `max_turns` and `max_rows`."""
     reward: Code
     """Reward function (with verl's signature, or called with one trajectory): a name, `module:function`
     or `file.py:function`; or several of these, e.g. `{gsm8k: {}, format: {weight: 0.2}}`."""
@@ -157,13 +156,13 @@ class RolloutKeys(TypedDict, total=False):
     """Deadline for one reward call, after which the episode fails with `reward_error`."""
     part_seconds: float
     """A turn that takes longer is saved in parts of this many seconds, so that a lost worker loses less
-    than one part. A value above `episode_timeout` turns this off."""
+    than one part. A value above `episode_timeout` turns parts off."""
     episode_timeout: float
-    """Time limit of one episode, which then ends and is scored, or fails if no turn has finished. An
-    episode that continues after the loss of its worker has the remaining time."""
+    """Time limit for one episode, after which the episode ends and is scored, or fails if no turn has
+    finished. An episode that continues after the loss of its worker has only the remaining time."""
     retries: int
-    """Further attempts at an episode that failed through no fault of the policy. Lost workers and
-    servers, and stops of the run, do not count."""
+    """Further attempts at an episode that failed through no fault of the policy. Attempts interrupted by
+    a stop of the run, or by the loss of a worker or server, do not count."""
 
 class EngineKeys(TypedDict, total=False):
     """The inference engines."""
@@ -178,18 +177,19 @@ class EngineKeys(TypedDict, total=False):
     """sglang: tensor-parallel size of a server (GPUs per server)."""
     server_args: Mapping[Any, Any]
     """sglang: further arguments for servers that the run starts, without `--`, e.g.
-    `{mem-fraction-static: 0.4}` (default 0.85) if the trainer shares the GPU."""
+    `{mem-fraction-static: 0.4}` (default: 0.85) if the trainer shares the GPU."""
     server_command: Sequence[str]
-    """sglang: command that starts a server; default: this Python with `-m sglang.launch_server`."""
+    """sglang: command that starts a server; default: the current Python with `-m
+    sglang.launch_server`."""
     colocated: int
     """Number of engines that share the trainer's devices, one side at a time: engines release KV cache
     and weights while the trainer trains, and the trainer's state is in main memory while the engines
-    sample. 0: none; otherwise it must be the number of all engines: `servers` with sglang,
+    sample. 0: none; otherwise, the number must include all engines: `servers` with sglang,
     `rollout.workers` with torch. `trainer.ranks` must be at least this number (times `tp`)."""
     api_key_env: str
-    """sglang: environment variable with the API key of the servers; empty: no key."""
+    """sglang: environment variable that holds the servers' API key; empty: no key."""
     admin_key_env: str
-    """sglang: environment variable with the admin key of the servers; empty: the API key."""
+    """sglang: environment variable that holds the servers' admin key; empty: the API key."""
     start_timeout: float
     """sglang: deadline for a server to become ready."""
     request_timeout: float
@@ -199,11 +199,11 @@ class BufferKeys(TypedDict, total=False):
     """The replay buffer: batches, groups, staleness."""
 
     groups_per_batch: int
-    """Groups (samples) per optimizer batch."""
+    """Number of groups (samples) per optimizer batch."""
     episodes_per_group: int
-    """Episodes per sample."""
+    """Number of episodes per sample."""
     max_staleness: int
-    """Maximum lag of every trained token, in optimizer batches. 0: synchronous. Only tokens of the
+    """Maximum lag of every trained token, in optimizer batches. 0: synchronous. Only tokens in the
     slowest episodes come near this bound; `target_staleness` sets the lag of the others."""
     target_staleness: float | Literal["auto"]
     """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: starts at min(1/2,
@@ -213,33 +213,33 @@ class BufferKeys(TypedDict, total=False):
     """With target_staleness=auto: share of the tokens that may exceed max_staleness. For runs with slow
     tools or long episodes, a larger max_staleness costs less than a larger budget."""
     on_stale: Literal["mask", "hold", "drop"]
-    """What happens to tokens over max_staleness when a batch takes them: `mask` gives them weight zero,
-    `hold` makes the batch wait for groups that would exceed the bound, and `drop` drops the
-    trajectory."""
+    """What happens to tokens beyond max_staleness when a batch takes them: `mask` gives such tokens
+    weight zero, `hold` makes the batch wait for groups that would otherwise exceed the bound, and `drop`
+    drops the trajectory."""
     group_policy: Literal["auto", "complete", "partial"]
-    """`complete`: train a group when all of its members have ended. `partial`: train the members that
-    have ended by a deadline, and late members when they end. auto: `partial` if the algorithm stays
-    unbiased with partial groups and on_stale is mask, otherwise `complete`."""
+    """`complete`: train on a group when all of its members have ended. `partial`: train on the members
+    that have ended by a deadline, and on each late member when it ends. auto: `partial` if the algorithm
+    stays unbiased with partial groups and on_stale is mask, otherwise `complete`."""
     group_deadline: float | Literal["auto"]
     """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the
-    baseline. auto: the median time that groups take for all of their members to end."""
+    baseline. auto: the median time until all members of a group have ended."""
     filter_zero_variance: bool
-    """Filter groups whose rewards are all equal, and refill the batch."""
+    """Filter out groups whose rewards are all equal, and refill the batch."""
     max_refill: int
-    """Maximum number of filtered groups per batch, in units of batches; beyond this number, the batch is
-    trained with the groups that are ready."""
+    """Maximum number of filtered groups per batch, as a multiple of the batch size; beyond this limit,
+    the batch is trained with the groups that are ready."""
     retire_pass_rate: float
     """Stop drawing a sample once the share of positive rewards in its group has reached this value
     (no-positive-resampling); 1: off."""
     shift_fill: float | Literal["auto"]
     """With engine.colocated: share of a batch's groups that must be ready before the trainer gets the
     devices. auto: all groups, or the groups that are ready once no engine has sampled for as long as the
-    last two changes took."""
+    last two shift changes took."""
     max_bytes: int
     """Admission stops if the worst-case payloads of live episodes would exceed this number of bytes."""
 
 class AlgorithmKeys(TypedDict, total=False):
-    """Advantages, loss and behaviour correction. Names, options and when to use them:
+    """Advantages, loss and behaviour correction. For names, options and advice, see
     docs/reference/algorithms.md."""
 
     advantage: Code
@@ -252,52 +252,53 @@ class AlgorithmKeys(TypedDict, total=False):
     0.28}}`."""
     correction: Mapping[Any, Any] | None
     """Behaviour correction: rules on rho by name, each with its options, e.g. `{mask: {low: 0.5}}`; null:
-    `mask` and `truncate`, or no rule for a loss that contains pi/mu. `{}`: no rule, which is refused for
-    stale data."""
+    `mask` and `truncate`, or no rule for a loss that contains pi/mu. `{}`: no rules, which is an error
+    for stale data."""
     aggregation: str
-    """Aggregation of token losses into one number, exact over the whole batch."""
+    """Aggregation of token losses into one number, exact over the complete batch."""
     shaping: Mapping[Any, Any]
     """Changes to the reward before advantages are computed, by name, each with its options."""
     mask_truncated: bool
-    """Keep episodes that hit a limit out of the loss (overlong filtering); their reward stays in the
-    baseline."""
+    """Exclude episodes that hit a limit from the loss (overlong filtering); their rewards still count in
+    the baseline."""
     entropy_coef: float
-    """Weight of a bonus for entropy over the whole vocabulary."""
+    """Weight of a bonus for the entropy over the whole vocabulary."""
     steps_per_batch: int
-    """Mini-batches per batch and epoch, with one optimizer step each. More than one needs a barrier: the
-    whole batch must arrive before the first step."""
+    """Mini-batches per batch and epoch, with one optimizer step each. More than one requires a barrier:
+    the whole batch must arrive before the first step."""
     epochs: int
-    """Passes over a batch; more than one also needs the barrier."""
+    """Passes over a batch; more than one also requires the barrier."""
     prox: Literal["auto", "recompute", "loglinear", "current", "mu"]
     """Source of log prox: recomputed at the start of the batch, interpolated between mu and pi, pi
     itself, or mu (clips are then centred on mu, without a weight: verl's bypass mode). `auto`: `current`
     for one optimizer step per batch, where it is exact, otherwise `recompute`."""
     ess_lr: bool
-    """Scale the learning rate by the square root of the batch's effective sample share, but by no less
-    than 0.1."""
+    """Scale the learning rate by the square root of the effective sample size as a share of the batch,
+    but by no less than 0.1."""
 
 class KLKeys(TypedDict, total=False):
     """Distance to a reference policy."""
 
     where: Literal["none", "reward", "loss", "loss_unweighted"]
-    """`reward`: subtract coef * KL from the token rewards. `loss`: add it to the loss, weighted by rho,
-    because the tokens come from mu. `loss_unweighted`: add it without this weight, as verl and TRL do."""
+    """`reward`: subtract coef * KL from the token rewards. `loss`: add this term to the loss, weighted by
+    rho, because the tokens come from mu. `loss_unweighted`: add the term without this weight, as verl and
+    TRL do."""
     estimator: Literal["auto", "k1", "abs", "k2", "k3", "straight_through", "forward", "reverse", "js"]
     """Estimator per token. `straight_through`: the value of k3 with the gradient of k2. `auto`: k1 in the
-    reward, k2 in the loss, whose gradients are those of the KL. `forward`, `reverse` and `js` (loss
-    only): KL(ref, pi), KL(pi, ref) and Jensen-Shannon over the whole vocabulary."""
+    reward, k2 in the loss, which give the gradient of the KL. `forward`, `reverse` and `js` (loss only):
+    KL(ref, pi), KL(pi, ref) and Jensen-Shannon over the entire vocabulary."""
     top_k: int
     """forward, reverse, js: compare the reference's k most likely tokens, the sampled token, and all
-    other tokens as one class; 0: all tokens, which needs the reference in the trainer ranks."""
+    other tokens as one class; 0: all tokens, which requires the reference in the trainer ranks."""
     coef: float
     """Initial coefficient."""
     target: float
-    """Target KL per token, to which the coefficient adapts; 0: fixed coefficient."""
+    """Target KL per token, toward which the coefficient adapts; 0: keep the coefficient fixed."""
     horizon: int
     """Number of episodes over which the coefficient adapts to `target`."""
     reference: str | PathLike[str]
-    """Model directory or hub repository of the reference; empty: the reference in `scorers`, otherwise
-    the initial policy (with LoRA: the model without the adapter)."""
+    """Model directory or hub repository of the reference; empty: the reference in `scorers` if there is
+    one, otherwise the initial policy (with LoRA: the model without the adapter)."""
     prompt: str
     """Text placed before the first message that the reference reads, so that the policy, or another
     model, teaches with a better prompt. `{ground_truth}` is replaced by the ground truth of the
@@ -311,7 +312,7 @@ class CriticKeys(TypedDict, total=False):
     path: str | PathLike[str]
     """Model directory or hub repository from which the critic starts; empty: model.path."""
     lr: float
-    """Peak learning rate; the schedule is the policy's."""
+    """Peak learning rate; the critic follows the policy's schedule."""
     warmup_steps: int
     """Number of initial batches that train only the critic."""
     clip: float
@@ -326,65 +327,65 @@ class TrainerKeys(TypedDict, total=False):
     """Number of copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), to reduce
     traffic."""
     sequence_parallel: int
-    """Number of ranks that share each micro-batch, each with a part of its packed rows (Ulysses), for
+    """Number of ranks that share each micro-batch, each with a part of the packed rows (Ulysses), for
     long rows."""
     lr: float
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"]
-    """Schedule of the learning rate after warm-up, step by step, down to `lr_end` * lr at
+    """Schedule of the learning rate after warm-up, updated at each step, down to `lr_end` * lr at
     `total_steps`."""
     lr_end: float
     """Final learning rate as a fraction of the peak."""
     warmup_steps: int
-    """Steps of linear warm-up."""
+    """Linear warm-up steps."""
     betas: Sequence[float]
     """Decay rates of Adam's moments."""
     weight_decay: float
-    """Weight decay; AdamW's is decoupled."""
+    """Weight decay (decoupled in AdamW)."""
     optimizer: Code
-    """A registered name, or a class or function that builds an optimizer from parameters, `lr` and
-    options, e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`. The optimizer also receives `betas` and
-    `weight_decay` if it accepts these."""
+    """Optimizer: a registered name, or a class or function that builds an optimizer from parameters, `lr`
+    and options, e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`. `betas` and `weight_decay` are also passed
+    if the optimizer accepts them."""
     offload_optimizer: bool
-    """Keep the shards of weights, gradients and optimizer state in main memory, and run the optimizer
-    there."""
+    """Keep the shards of weights, gradients and optimizer state in main memory, and run the optimizer on
+    the CPU."""
     activation_checkpointing: Literal["auto", "none", "full"] | int
     """Layers whose activations are recomputed in the backward pass: none, all, or every k-th. `auto`: on
-    a GPU, as few as the memory estimate allows; on a CPU, none. More layers are recomputed after a rank
-    has run out of memory."""
+    a GPU, as few as the memory estimate allows; on a CPU, none. After a rank has run out of memory, more
+    layers are recomputed."""
     compile: bool
     """Compile each layer with torch.compile, once for all lengths; needs a C++ compiler on a CPU."""
     grad_clip: float
     """Maximum gradient norm; 0: off."""
     on_spike: Literal["skip", "rollback", "stop"]
-    """After a batch whose gradient norm is not finite or is a spike: skip its optimizer step; drop its
+    """If a batch's gradient norm is not finite or is a spike: skip the optimizer step; drop the batch's
     episodes, with a recorded reason, and continue from the newest checkpoint with other episodes; or end
     the run."""
     spike_factor: float
     """A norm above this many times the median of the last 32 batches is a spike; 0: off."""
     micro_batch_tokens: int
-    """Tokens of one micro-batch (forward and backward), on one rank or on the ranks that share it.
-    Padding counts with `packing=padded`; a shared prefix counts once with `packing=tree`. A longer
-    episode is a micro-batch by itself."""
+    """Tokens in a micro-batch (forward and backward), on one rank or on the ranks that share the
+    micro-batch. Padding counts with `packing=padded`; a shared prefix counts once with `packing=tree`. A
+    longer episode becomes a micro-batch of its own."""
     packing: Literal["padded", "packed", "tree"]
-    """padded: pad rows of a micro-batch to the longest. packed: concatenate them. tree: compute each
-    shared beginning of rows only once, with members of a group on one rank. If `packed` or `tree` would
-    change the model's gradients, the trainer pads instead, with a warning."""
+    """padded: pad the rows of a micro-batch to the length of the longest. packed: concatenate rows. tree:
+    compute each shared beginning of rows only once, with all members of a group on one rank. If `packed`
+    or `tree` would change the model's gradients, the trainer pads instead, with a warning."""
     router_replay: bool
     """Mixture-of-experts models: train each token with the experts that the SGLang server selected when
     sampling it (R3)."""
 
 class CheckpointKeys(TypedDict, total=False):
-    """Checkpoints and the exports in them."""
+    """Checkpoints and the exports that they contain."""
 
     every: int
-    """Steps between checkpoints; 0: a checkpoint at every 1,000th step and at the end. Turns since the
-    newest checkpoint stay on disk, because a resume needs them."""
+    """Number of steps between checkpoints; 0: a checkpoint at every 1,000th step and at the end. Turns
+    since the newest checkpoint stay on disk, because a resume needs them."""
     keep: int
     """Number of newest checkpoints to keep."""
     best: bool
-    """Also keep the checkpoint with the best validation. A validation scores the version that was
-    published when it began."""
+    """Also keep the checkpoint with the best validation result. A validation scores the version that was
+    current when the validation began."""
     directory: str | PathLike[str]
     """Parent of the run's checkpoint directory: an absolute path or an fsspec URL that all trainer ranks
     share; empty: the run directory."""
@@ -393,66 +394,73 @@ class StoreKeys(TypedDict, total=False):
     """The run's store: states, plans and turns of its episodes."""
 
     keep_bytes: int
-    """Bytes of the newest turns to keep for `asyncrl replay` and `regrade` once a resume no longer needs
-    these turns, in segments of 64 MB."""
+    """Bytes of the newest turns to keep, in segments of 64 MB, for `asyncrl replay` and `regrade` once a
+    resume no longer needs these turns."""
 
 class WeightsKeys(TypedDict, total=False):
     """How new versions reach the engines."""
 
     every: int
-    """Publish after every k-th step."""
+    """Publish the weights after every k-th step."""
     directory: str | PathLike[str]
     """`shm`: files in /dev/shm; `run`: in the run directory; `auto`: /dev/shm if there is room. Versions
-    are copied to other machines. An absolute path must be shared by all machines; the run creates a
-    directory in it."""
+    are copied to other machines. All machines must share an absolute path, in which the run creates a
+    directory."""
     deadline: float
-    """An engine that has not loaded a version within this time is reported and gets the newest
+    """An engine that has not loaded a version within this time is reported, and is sent the newest
     version."""
     transport: Literal["disk", "collective"]
     """`disk`: through files. `collective` (sglang only): broadcast through a process group per server."""
     full_every: int
-    """disk: publish every k-th version in full, and only the changed bytes of the others, compressed."""
+    """disk: publish every k-th version in full; of the other versions, publish only the changed bytes,
+    compressed."""
     bucket_bytes: int
     """Approximate size of the buckets in which tensors are gathered, written and broadcast."""
     mode: Literal["in_place", "retract", "abort"]
-    """sglang: requests in progress at an update keep their KV cache (`in_place`), recompute it
+    """sglang: at an update, requests in progress keep their KV cache (`in_place`), recompute it
     (`retract`), or are aborted and resumed (`abort`)."""
     rolling: bool
     """Update servers one after another, so that generation never stops on all servers at once."""
+    on_mismatch: Literal["replace", "stop", "warn"]
+    """What happens if an engine's log-probs of a fixed text differ from the trainer's by more than
+    rounding explains: `replace` its process once, then stop; `stop` the run with a checkpoint; or only
+    `warn`."""
     adapters: Literal["auto"] | bool
-    """Publish LoRA adapters alone, to be loaded beside the model (true), or merged into its weights,
+    """Publish LoRA adapters alone, to be loaded alongside the model (true), or merged into its weights,
     which lets servers sample faster (false). auto: alone for the embedded engine, and for servers started
     by the run if `agents` have adapters."""
 
 class ValidationKeys(TypedDict, total=False):
-    """Held-out episodes at one fixed version, run by the same workers, before and after training."""
+    """Held-out episodes, run before and after training by the same workers at one fixed version."""
 
     every: int
-    """Steps between further validations during training; 0: none."""
+    """Number of steps between further validations during training; 0: none."""
     samples: int
-    """Held-out samples per validation, each answered as in training and greedily; 0: no validation."""
+    """Number of held-out samples per validation. Each sample is answered as in training and, with
+    `greedy`, also by greedy decoding. 0: no validation."""
     episodes: int
-    """Episodes per held-out sample that are sampled as in training; 2 or more add `mean@k`, `pass@k` and
-    `maj@k`."""
+    """Number of episodes per held-out sample that are sampled as in training; 2 or more add `mean@k`,
+    `pass@k` and `maj@k`."""
     greedy: bool
     """Also answer each held-out sample with greedy decoding."""
     success: float
     """An episode succeeds if its score (or `acc`, if the reward reports one) is at least this value. Set
-    it for scores outside 0 to 1. The mean score is also reported."""
+    this key if scores are not between 0 and 1. The mean score is also reported."""
 
 class ObserveKeys(TypedDict, total=False):
     """Console and trackers."""
 
     console: Literal["auto", "live", "plain", "off"]
-    """Live view on a terminal (in `asyncrl train` and `sft` the keys `g` and `b` show the newest good and
-    bad transcript); elsewhere one line per step."""
+    """Live view in a terminal (in `asyncrl train` and `sft`, the keys `g` and `b` show the newest good
+    and bad transcripts); elsewhere, one line per step."""
     trackers: Sequence[
         Literal[
             "wandb", "tensorboard", "swanlab", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "trackio"
         ]
     ]
     """Trackers in addition to metrics.jsonl. wandb and swanlab need a login or offline mode
-    (`WANDB_MODE=offline`); the others, except tensorboard, get only numbers and the configuration."""
+    (`WANDB_MODE=offline`); the other trackers, except tensorboard, get only numbers and the
+    configuration."""
     project: str
     """Project name for trackers."""
 
@@ -460,14 +468,14 @@ class LaunchKeys(TypedDict, total=False):
     """Processes and their supervision."""
 
     kind: Literal["local", "ray"]
-    """Local subprocesses, or Ray actors."""
+    """Run the processes as local subprocesses, or as Ray actors."""
     ray_address: str
-    """Ray cluster to use; empty: start a local one."""
+    """Address of the Ray cluster to use; empty: start a local cluster."""
     pools: Mapping[Any, Any]
-    """Ray: resource that machines of a role must have, as set by `ray start --resources='{"NAME": 1}'` or
-    Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
+    """Ray: resource that machines for a role must have, as set by `ray start --resources='{"NAME": 1}'`
+    or Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
     gpus: Mapping[Any, Any]
-    """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two workers on one GPU. Other roles get
+    """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two workers on one GPU. The default is
     one GPU per rank, `tp` per server, and one per worker with an embedded engine if `model.device` is
     cuda."""
     host: str
@@ -477,23 +485,23 @@ class LaunchKeys(TypedDict, total=False):
     port: int
     """Control port; the next two ports are for bulk data and weights. 0: use free ports."""
     restarts: int
-    """Maximum number of restarts per role before the run ends. A restart no longer counts after 10
-    minutes in which a step was completed."""
+    """Maximum number of restarts per role before the run ends. A restart stops counting after 10 minutes
+    during which a step was completed."""
     threads: int
-    """OpenMP threads in each worker (for an embedded engine) and trainer rank. Threads slow each other
-    down if there are more threads than cores."""
+    """OpenMP threads in each worker (for an embedded engine) and trainer rank. More threads than cores
+    slow each other down."""
     lease: float
     """A worker that is silent for this long loses its episodes. An embedded engine is silent during a
     weight swap."""
     start_timeout: float
-    """Deadline for a role to report, in addition to the time to read models and a checkpoint at 50
+    """Deadline for a role to report, in addition to the time needed to read models and a checkpoint at 50
     MB/s."""
     stop_timeout: float
     """Deadline for a graceful stop, which writes a checkpoint (12 bytes per parameter) after any
-    checkpoint that is already being written. A second Ctrl-C ends the run at once."""
+    checkpoint that is already being written. A second Ctrl-C kills the run immediately."""
     stall_timeout: float
-    """A run without a sign of life for this long, beyond the longest deadline of a wait, has stalled:
-    processes that hang are replaced, or the run ends with a checkpoint."""
+    """A run that shows no sign of life for this long, beyond the longest deadline of any wait, has
+    stalled: hanging processes are replaced, or the run ends with a checkpoint."""
 
 def train(
     *settings: Setting,

@@ -20,11 +20,11 @@ from asyncrl.values import printable
 # The lines of --help for each command, a module of `asyncrl.commands` that is imported on demand.
 COMMANDS = {
     "train": [
-        "experiment=calculator   train a small model to use a calculator, on a CPU",
+        "experiment=calculator   train a small model on a CPU to use a calculator",
         "--help                  flags, examples, and the most common keys",
     ],
-    "sft": ["--help                    train on conversations, e.g. formats new to the model"],
-    "eval": ["MODEL data=FILE          measure mean@k, pass@k, maj@k of a model, a checkpoint or a run"],
+    "sft": ["--help                    train on conversations, e.g. to teach a new format"],
+    "eval": ["MODEL data=FILE          measure mean@k, pass@k and maj@k for a model, a checkpoint or a run"],
     "generate": ["MODEL data=FILE out=FILE.parquet      write a model's answers and rewards as a data set"],
     "merge": ["CHECKPOINT OUT          write a Hugging Face directory, or only the adapters"],
     "doctor": ["[OVERRIDES]            check what a run needs: machine, model, data, memory"],
@@ -33,19 +33,23 @@ COMMANDS = {
     ],
     "runs": [
         "list | show [NAME]       list the runs in runs/, or show a summary",
-        "transcripts [NAME]       show stored transcripts, of validation or --of training",
+        "transcripts [NAME]       show stored transcripts from validation, or from training (--of training)",
     ],
-    "status": ["[NAME]                 what an active run is waiting for, or why a run ended"],
+    "status": ["[NAME]                 show what an active run is waiting for, or why a run ended"],
     "invite": ["[NAME]                 print a token for a worker or server to join an active run"],
     "worker": ["--join TOKEN           run as that worker or server until stopped"],
-    "plan": ["NAME | KEY=VALUE...     find the bottleneck; predict other slots, splits and bounds"],
-    "view": ["[NAME...]                show a web page: curves, episodes token by token, timeline"],
-    "replay": ["NAME --step N          repeat a recorded step, unchanged or with other keys"],
+    "plan": [
+        "NAME | KEY=VALUE...     find the bottleneck; predict the effect of other slots, splits and bounds"
+    ],
+    "view": [
+        "[NAME...]                serve a web page with curves, episodes token by token, and a timeline"
+    ],
+    "replay": ["NAME --step N          repeat a recorded step, with the same or with other keys"],
     "regrade": ["NAME --reward SPEC    score recorded episodes with another reward"],
     "image": [
-        "import FILE | list       unpack or list root file systems for sandboxes",
+        "import FILE | list       import or list root file systems for sandboxes",
     ],
-    "tasks": ["check DIR               check tasks: score 0 if untouched, 1 if solved; times; network"],
+    "tasks": ["check DIR               check that tasks score 0 if untouched and 1 if solved"],
     "tools": [
         "list [SPEC...]          list the built-in tools, or the tools in a module, file or folder",
         "call NAME '{\"a\": 1}'    call a tool",
@@ -92,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         return 141
     except UnicodeEncodeError as error:  # a path that is not UTF-8
         return _report_error(
-            f"{error.object!a} is not UTF-8 text; rename it, or use another file or directory", 2
+            f"{error.object!a}: the path is not UTF-8 text; rename the file or directory, or use another", 2
         )
     except OSError as error:  # a full disk, an unreadable file
         return _report_error(one_line(error), 1)
@@ -116,7 +120,7 @@ def _dispatch_command(argv: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"asyncrl {asyncrl.__version__}")
     parser.add_argument("command", choices=COMMANDS, help="see below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the command")
     if not argv:
         parser.print_help(sys.stderr)
         return 2

@@ -254,7 +254,7 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     try:
         text = printable(" ".join(str(error)[: 4 * limit].split()))
     except BaseException:
-        text = "its text cannot be read"
+        text = "the error message cannot be read"
 
     type_name = type(error).__name__
     names_kind = isinstance(error, UserCodeError) or text == type_name or text.startswith(f"{type_name}: ")
@@ -275,7 +275,7 @@ def vital_thread(name: str, work: Callable[[], None]) -> threading.Thread:
             logger = logging.getLogger("asyncrl")
             logger.critical("thread %r failed", name, exc_info=True)
             # The launcher quotes the last line of the log.
-            logger.critical("thread %r failed, which ends this process: %s", name, one_line(error))
+            logger.critical("thread %r failed; exiting: %s", name, one_line(error))
             _exit(1)  # imported by name: in users' code os._exit raises (isolation/calls.py)
 
     thread = threading.Thread(target=run, name=name, daemon=True)

@@ -23,7 +23,7 @@ from asyncrl.errors import ConfigError, describe, one_line, users_code
 
 T = TypeVar("T")
 INSIDE_RUN = "ASYNCRL_INSIDE_RUN"
-"""Environment variable that the processes of a run have."""
+"""Environment variable that is set in the processes of a run."""
 _is_loading = ContextVar("is_loading", default=False)  # whether a file or module of a user is being imported
 # Packages that asyncrl imports, directly or indirectly.
 IMPORTED_PACKAGES = frozenset({
@@ -155,12 +155,14 @@ class Registry(Generic[T]):
         if name in self._former:
             return f"write {self._former[name]} instead"
         if name.endswith(".py"):
-            return f"name the object in the file, too: {name}:NAME"
+            return f"add the name of the object in the file: {name}:NAME"
 
         known_names = self.all_names()
         nearest = difflib.get_close_matches(name, known_names, n=3, cutoff=0.4)
         return (
-            f"did you mean {', '.join(nearest)}?" if nearest else f"known: {', '.join(known_names) or 'none'}"
+            f"did you mean {', '.join(nearest)}?"
+            if nearest
+            else f"available: {', '.join(known_names) or 'none'}"
         )
 
 
@@ -271,7 +273,7 @@ def bind_plugin(
     if isinstance(loaded, type) and not call.makes:
         plugin_object = make_by_factory(plugin_object, where)
         if not callable(plugin_object):
-            raise ConfigError(f"{where}: its instances cannot be called; write {call.usage}")
+            raise ConfigError(f"{where}: instances of this class cannot be called; write {call.usage}")
 
     return plugin_object
 
@@ -296,12 +298,12 @@ def check_call(function: Callable[..., Any], where: str, call: Call) -> None:
     is_async = any(map(inspect.iscoroutinefunction, callables))
     call_problem = "" if not call.awaited or is_async else "is not async"
     if inspect.isasyncgenfunction(inspect.unwrap(function)):
-        call_problem = "yields; it must return"
+        call_problem = "yields instead of returning"
     try:
         bind_to = inspect.signature(function).bind
         bind_to(**dict.fromkeys(call.given)) if call.by_name else bind_to(*call.given)
     except TypeError as error:
-        call_problem = f"takes other arguments ({error})"
+        call_problem = f"cannot be called with the expected arguments ({error})"
     except ValueError:  # a builtin
         return
 
@@ -357,7 +359,7 @@ def _option_error(
     name = path.rstrip("`").partition("[")[0]
     allowed = [typing.get_args(parameter.annotation) for parameter in parameters if parameter.name == name]
     is_literal = bool(allowed) and all(isinstance(value, str) for value in allowed[0])
-    choice_text = f"; one of {', '.join(allowed[0])}" if is_literal and allowed[0] else ""
+    choice_text = f"; choose from {', '.join(allowed[0])}" if is_literal and allowed[0] else ""
     value_text = "" if problem.startswith("Invalid enum") else f", not {options.get(name)!r}"
     return f"{where}.{name}: {problem}{value_text}{choice_text}"
 
@@ -380,8 +382,8 @@ def search_working_directory() -> None:
         installed_spec = PathFinder.find_spec(name, paths) if hiding_file else None
         if installed_spec and os.path.realpath(str(installed_spec.origin)) != os.path.realpath(hiding_file):
             raise ConfigError(
-                f"{working_directory}/{hiding_file}: hides the installed package {name}, which asyncrl "
-                "imports; rename it, or work in another directory"
+                f"{working_directory}/{hiding_file} hides the installed package {name}, which asyncrl "
+                "imports; rename the file, or work in another directory"
             )
 
     library = os.path.dirname(os.__file__)
@@ -415,13 +417,13 @@ def refuse_inside_run(call_text: str) -> None:
     """Raise ConfigError if code calls that a run has loaded: a run would start a run."""
     if _is_loading.get():
         raise ConfigError(
-            f"{call_text} is called by code that a run has loaded; in a script, write the call under "
+            f"{call_text} was called by code that a run has loaded; in a script, write the call under "
             '`if __name__ == "__main__":`'
         )
     if INSIDE_RUN in os.environ:
         raise ConfigError(
-            f"{call_text} is called in a process of a run, for example by a tool, a reward or a program that "
-            "these have started; a run cannot start another run: call it in your own script or notebook"
+            f"{call_text} was called in a process of a run, for example by a tool, a reward or a program "
+            "that they started, but a run cannot start another run; call it in your own script or notebook"
         )
 
 
@@ -438,8 +440,8 @@ def _stdlib_hint(source: str) -> str:
         return ""
 
     return (
-        f"; {top_module} is a standard library module, which hides yours: write {top_module}.py:NAME, or "
-        "rename it"
+        f"; the standard library module {top_module} hides your module; write {top_module}.py:NAME, or "
+        "rename your module"
     )
 
 

@@ -65,13 +65,15 @@ def cached_findings(
         )
         if (cached := read_result(cache_key, dict[str, str])) is not None:
             return cached
-        logger.info("checking a small copy of %s, once on this machine", type(config).__name__)
+        logger.info("checking a small copy of %s (only once on this machine)", type(config).__name__)
         findings = run_check(shrunken_model(narrow_config))
     except Exception as error:
         config_class = type(config).__name__
         error_line = one_line(error)
         logger.warning(
-            "%s is not checked on a small copy, because the copy cannot be made: %s", config_class, error_line
+            "%s is not checked on a small copy, because the copy cannot be built: %s",
+            config_class,
+            error_line,
         )
         return None
 

@@ -409,12 +409,12 @@ class EpisodeResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
         if it can."""
         list_lengths = [len(self.turn_rewards), len(self.agents), len(self.turn_tokens)]
         if any(length not in (0, turns) for length in list_lengths):
-            return f"lists have {list_lengths} entries, but there are {turns} turns"
+            return f"the lists per turn have {list_lengths} entries, but the episode has {turns} turns"
         if not all(0 <= count <= tokens for count in (self.tokens, *self.turn_tokens)):
-            counts = f"{self.tokens} model tokens, {list(self.turn_tokens)} by turn"
-            return f"{counts}, but at most {tokens} are possible"
+            counts = f"the result has {self.tokens} model tokens ({list(self.turn_tokens)} by turn)"
+            return f"{counts}, but at most {tokens} tokens are possible"
         if self.agents and not (self.turn_rewards and self.turn_tokens):
-            return "agents whose turns have no rewards or tokens"
+            return "the result names agents, but has no rewards or no tokens for their turns"
 
         return ""
 

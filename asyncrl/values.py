@@ -36,7 +36,9 @@ def checked_result(value: Any, subject: str = "the agent") -> Any:
     if isinstance(value, Real):
         value = finite_number(f"the result of {subject}", value)
     elif value is not None and not isinstance(value, Mapping):
-        raise TypeError(f"{subject} returned a {type(value).__name__}; expected None, a number or a dict")
+        raise TypeError(
+            f"{subject} returned a value of type {type(value).__name__}; expected None, a number or a dict"
+        )
 
     encoded = msgspec.json.encode(value)
     if len(encoded) > MAX_RESULT_BYTES:

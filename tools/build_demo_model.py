@@ -285,9 +285,9 @@ def _until(turn: list[int], stops: tuple[int, ...]) -> list[int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Build the start checkpoint of an example.")
     parser.add_argument("task", choices=TASKS)
-    parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint")
-    parser.add_argument("--seed", type=int, default=0, help="of the first attempt")
-    parser.add_argument("--threads", type=int, default=1, help="OpenMP threads")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the checkpoint")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first attempt")
+    parser.add_argument("--threads", type=int, default=1, help="number of OpenMP threads")
 
     for field in fields(Plan):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default))

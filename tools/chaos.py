@@ -172,7 +172,7 @@ def play(target: Target, plan: list[Together], every: int, steps: int, done: lis
     if not steps:
         target.launcher.send_signal(signal.SIGINT)
     code = target.launcher.wait(target.deadline)
-    assert code == (0 if steps else INTERRUPTED), f"ended with {code}:\n{target.text()[-3000:]}"
+    assert code == (0 if steps else INTERRUPTED), f"exited with {code}:\n{target.text()[-3000:]}"
 
 
 def parse_options() -> argparse.Namespace:
@@ -180,18 +180,28 @@ def parse_options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--faults", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=0, help="as many as the faults take by default")
-    parser.add_argument("--each-once", action="store_true", help="each kind once, some at once: a minute")
-    parser.add_argument("--every", type=int, default=1, help="steps between two faults")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="steps of the run (default: as many as the faults need)"
+    )
+    parser.add_argument(
+        "--each-once",
+        action="store_true",
+        help="inject each kind once, some at the same time (takes a minute)",
+    )
+    parser.add_argument("--every", type=int, default=1, help="number of steps between two faults")
     parser.add_argument("--kinds", nargs="+", choices=sorted(FAULTS), default=sorted(FAULTS))
     parser.add_argument("--experiment", default="calculator")
     parser.add_argument("--lease", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "chaos")
     parser.add_argument(
-        "--disk", action="store_true", help="run directory and /dev/shm are small, and can fill up"
+        "--disk",
+        action="store_true",
+        help="put the run directory and /dev/shm on small file systems that can fill up",
     )
-    parser.add_argument("--deadline", type=float, default=240.0, help="seconds until the next step, at most")
+    parser.add_argument(
+        "--deadline", type=float, default=240.0, help="maximum number of seconds until the next step"
+    )
     parser.add_argument("overrides", nargs="*")
     return parser.parse_args()
 
@@ -199,7 +209,7 @@ def parse_options() -> argparse.Namespace:
 def main() -> int:
     options = parse_options()
     if options.disk and subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
-        print("no namespace can be made here: without faults of the disk")
+        print("cannot create a namespace on this machine; disk faults are left out")
         options.disk = False
 
     if options.disk and not os.environ.get("CHAOS_NAMESPACE"):
@@ -259,7 +269,9 @@ def main() -> int:
     before = reward(run, first=True)
     after = reward(run, first=False)
     if len(steps) >= 40 and after <= before:
-        problems.append(f"nothing was learned: reward {before:.3f} at first, {after:.3f} at last")
+        problems.append(
+            f"nothing was learned: the reward was {before:.3f} at first and {after:.3f} at the end"
+        )
 
     print(report(done, step_s))
     print(f"{len(done)} faults in {wall:.0f} s; reward {before:.3f} -> {after:.3f}; effective training time "

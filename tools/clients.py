@@ -265,7 +265,7 @@ def run(name: str, library: Library, directory: Path, case: str) -> Outcome:
     try:
         end = bench.play()
     except TimeoutError:
-        return Outcome(f"no end within {SECONDS:g} s", True, paths)
+        return Outcome(f"not finished within {SECONDS:g} s", True, paths)
 
     if not isinstance(end, Finished):
         return Outcome(end.detail, True, paths)
@@ -345,7 +345,10 @@ def enter_namespace() -> None:
     """
     words = ["unshare", "--net", "--user", "--map-root-user", "sh", "-c", LOOPBACK, "sh"]
     if subprocess.run([*words, "true"], stderr=subprocess.DEVNULL, check=False).returncode:
-        print("no network namespace can be made here: clients can reach the network", file=sys.stderr)
+        print(
+            "cannot create a network namespace on this machine; clients can reach the network",
+            file=sys.stderr,
+        )
     else:
         os.execvpe(words[0], [*words, sys.executable, *sys.argv], {**os.environ, INSIDE: "1"})
 
@@ -355,7 +358,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--only", nargs="+", choices=LIBRARIES, default=list(LIBRARIES), metavar="LIBRARY")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--python312", default="python3.12", help="for libraries that need it")
+    parser.add_argument(
+        "--python312", default="python3.12", help="interpreter for libraries that need Python 3.12"
+    )
     parser.add_argument("--to", type=Path, default=ROOT / ".clients")
     options = parser.parse_args()
 

@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="directory of the run to make; must not exist")
+    parser.add_argument("run", type=Path, help="directory for the new run; must not exist yet")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 

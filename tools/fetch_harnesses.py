@@ -102,10 +102,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--all", action="store_true", help="opencode and qwen-code, too")
+    parser.add_argument("--all", action="store_true", help="also fetch opencode and qwen-code")
     parser.add_argument("--to", type=Path, default=TARGET)
     parser.add_argument(
-        "--update", nargs="+", default=[], metavar="NAME[=VERSION]", help="pin newer versions, if they pass"
+        "--update",
+        nargs="+",
+        default=[],
+        metavar="NAME[=VERSION]",
+        help="pin newer versions that pass the tests",
     )
     arguments = parser.parse_args()
 
@@ -114,17 +118,20 @@ def main() -> None:
         sys.exit(f"make harnesses: the packages are for Linux on x86-64, not for {' on '.join(machine)}")
     npm = shutil.which("npm")
     if npm is None:
-        sys.exit("make harnesses: they are npm packages, and there is no npm; install it")
+        sys.exit("make harnesses: the harnesses are npm packages, but npm is missing; install npm")
 
     target.mkdir(parents=True, exist_ok=True)
     if arguments.update:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM; all pins are those that passed"))
+        signal.signal(
+            signal.SIGTERM,
+            lambda *_: sys.exit("stopped by SIGTERM; every pinned version has passed the tests"),
+        )
 
     for update in arguments.update:
         name, _, version = update.partition("=")
         if name not in PACKAGES | OTHERS:
             sys.exit(
-                f"--update {update}: there is no package {name!r}; known: {', '.join(PACKAGES | OTHERS)}"
+                f"--update {update}: unknown package {name!r}; available: {', '.join(PACKAGES | OTHERS)}"
             )
         if target.resolve() != TARGET.resolve():
             sys.exit(f"--update: the tests read {TARGET}; leave out --to")
@@ -168,7 +175,8 @@ def move_pin(npm: str, name: str, version: str) -> None:
     version = version or newest_version(npm, package.spec.rpartition("@")[0])
     if not VERSION.fullmatch(version):
         sys.exit(
-            f"--update {name}={version}: give a version such as {package.version}, or none for the newest"
+            f"--update {name}={version}: give a version such as {package.version}, or leave the "
+            "version out for the newest"
         )
 
     texts = {path: (ROOT / path).read_text() for path in PINNED_IN}
@@ -214,7 +222,7 @@ def move_pin(npm: str, name: str, version: str) -> None:
 
     if not passed:
         sys.exit(f"{name} {version} does not pass the tests above; {package.version} stays pinned")
-    print(f"{name}: {package.version} -> {version}; look at the differences of {', '.join(PINNED_IN)}")
+    print(f"{name}: {package.version} -> {version}; check the changes in {', '.join(PINNED_IN)}")
 
 
 def moved(text: str, form: str, name: str, old: str, new: str) -> str:
@@ -225,7 +233,7 @@ def moved(text: str, form: str, name: str, old: str, new: str) -> str:
     old_text, new_text = (form.format(name=name, version=version) for version in (old, new))
     if (count := text.count(old_text)) != 1:
         sys.exit(
-            f"--update {name}: {old_text} is written {count} times where it has to be once; look at PINNED_IN"
+            f"--update {name}: {old_text} must occur exactly once, but occurs {count} times; check PINNED_IN"
         )
     return text.replace(old_text, new_text)
 
@@ -245,7 +253,7 @@ def packed(npm: str, package: str, folder: Path) -> Path:
     )
     if packing.returncode:
         code = packing.returncode
-        sys.exit(f"npm pack {package} ended with {code}; check the version and the network")
+        sys.exit(f"npm pack {package} exited with code {code}; check the version and the network")
     return folder / packing.stdout.split()[-1]
 
 

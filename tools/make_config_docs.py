@@ -73,11 +73,11 @@ END = "\n<!-- until here -->"
 HEAD = """\
 # Configuration
 
-All keys of a run, generated from `asyncrl/config/` by `make docs`. Set a key with `key=value` on the command
-line (`asyncrl train buffer.max_staleness=2`) or in a file in `configs/`. A command with an unknown key or a
-value out of bounds exits with code 2 before any process starts.
+This page lists all keys of a run and is generated from `asyncrl/config/` by `make docs`. Set a key with
+`key=value` on the command line (`asyncrl train buffer.max_staleness=2`) or in a file in `configs/`. A command
+with an unknown key or a value out of bounds exits with code 2 before any process starts.
 
-Paths and texts need no quotes except for the shell (`data.train=数据/a=b.jsonl`, `name=20261128`). A
+Paths and texts need no quotes except those for the shell (`data.train=数据/a=b.jsonl`, `name=20261128`). A
 leading `~` stands for the home directory. In lists and mappings, quote texts that contain characters other
 than letters, digits and `/._-+*`: `"data.train=['~/a=b.jsonl', more.jsonl]"`.
 """

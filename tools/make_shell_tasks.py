@@ -100,10 +100,10 @@ def import_image(tree: Path, name: str, *options: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the shell's tasks and their images.")
-    parser.add_argument("--out", type=Path, required=True, help="directory of train/ and test/")
-    parser.add_argument("--train", type=int, default=512, help="training tasks, at most 512")
-    parser.add_argument("--test", type=int, default=256, help="held-out tasks, at most 256")
+    parser = argparse.ArgumentParser(description="Make the shell tasks and their images.")
+    parser.add_argument("--out", type=Path, required=True, help="directory for train/ and test/")
+    parser.add_argument("--train", type=int, default=512, help="number of training tasks, at most 512")
+    parser.add_argument("--test", type=int, default=256, help="number of held-out tasks, at most 256")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 

@@ -245,7 +245,7 @@ class Maker:
                         task_count += 1
                         self.kinds[bug.mutation.kind] += 1
 
-        print(f"  {task_count} tasks of {tried} bugs", flush=True)
+        print(f"  {task_count} tasks from {tried} bugs", flush=True)
         return task_count
 
     async def keep(self, folder: Path, package: Package, bug: Bug) -> bool:
@@ -260,7 +260,7 @@ class Maker:
         )
 
         if copy := leak(contents(image.root), bug.mutation):
-            print(f"  {folder.name}: {copy} has the line that was changed; refused")
+            print(f"  {folder.name}: {copy} contains the line that was changed; the task is left out")
             remove_image(name)
             shutil.rmtree(folder)
             return False
@@ -351,17 +351,23 @@ def main() -> None:
     parser.add_argument("packages", nargs="+", metavar="PACKAGE", help="a path, or a requirement for pip")
     parser.add_argument("--base", required=True, help="image with Python, git and pytest")
     parser.add_argument("--out", type=Path, required=True, help="a new directory")
-    parser.add_argument("--count", type=int, default=100, help="tasks, of all packages alike")
     parser.add_argument(
-        "--hold-out", action="append", default=[], metavar="PACKAGE", help="its tasks go to OUT/test"
+        "--count", type=int, default=100, help="number of tasks, spread evenly over the packages"
     )
-    parser.add_argument("--prefix", default="", help="of the images' names; the name of OUT otherwise")
+    parser.add_argument(
+        "--hold-out",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help="package whose tasks go to OUT/test",
+    )
+    parser.add_argument("--prefix", default="", help="prefix of the images' names (default: the name of OUT)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="sandboxes at a time")
+    parser.add_argument("--jobs", type=int, default=2, help="number of sandboxes that run at the same time")
     arguments = parser.parse_args()
 
     if arguments.out.exists():
-        parser.error(f"--out {arguments.out}: is there; name a new directory")
+        parser.error(f"--out {arguments.out} already exists; name a new directory")
     try:
         with tempfile.TemporaryDirectory() as scratch:
             Path(scratch).chmod(0o755)  # for the user of the sandboxes

@@ -47,7 +47,7 @@ BEGIN_MARKER = "<!-- generated: models (tools/model_matrix.py --sglang --markdow
 END_MARKER = "<!-- end -->"
 
 ROW_SECONDS = 600.0
-"""Deadline of a family, with its server."""
+"""Deadline for a family, including the family's server."""
 NOT_REACHED = "not reached before the deadline"
 NOT_RUN = "not run"
 LORA_RANK = 4
@@ -373,7 +373,7 @@ def family_row(family: str, columns: list[str], *, with_server: bool, seconds: f
     try:
         completed = subprocess.run(command, capture_output=True, timeout=seconds)
         output = completed.stdout
-        missing = f"the process ended with {completed.returncode}"
+        missing = f"the process exited with code {completed.returncode}"
     except subprocess.TimeoutExpired as timeout:
         output = timeout.stdout or b""
         missing = NOT_REACHED
@@ -411,12 +411,14 @@ def main() -> int:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="FAMILY")
     parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS), metavar="COLUMN")
     parser.add_argument("--sglang", action="store_true", help="start a real server for each family")
-    parser.add_argument("--seconds", type=float, default=ROW_SECONDS, help="deadline of a family")
+    parser.add_argument(
+        "--seconds", type=float, default=ROW_SECONDS, help="deadline for a family, in seconds"
+    )
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="print a line of JSON for each family")
+    output.add_argument("--json", action="store_true", help="print one line of JSON for each family")
     output.add_argument("--markdown", action="store_true", help="print the table of docs/dev/model_matrix.md")
     output.add_argument(
-        "--check", action="store_true", help="compare columns and families of docs/dev/model_matrix.md"
+        "--check", action="store_true", help="check the columns and families in docs/dev/model_matrix.md"
     )
     output.add_argument("--row", choices=FAMILIES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -426,7 +428,7 @@ def main() -> int:
         return 0
     if arguments.check:
         problem = check_page(DOCS_PAGE.read_text())
-        print(problem or "docs/dev/model_matrix.md has all families and columns")
+        print(problem or "docs/dev/model_matrix.md lists all families and columns")
         return 1 if problem else 0
 
     if arguments.markdown:

@@ -50,13 +50,15 @@ async def rows(options: Options, tasks: Any, count: int) -> list[dict[str, Any]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--taskset", required=True, help="id of an installed task set")
-    parser.add_argument("--env", default="", help="id of the environment that leads, if another")
-    parser.add_argument("--config", default="{}", help="of the environment, a JSON object")
-    parser.add_argument("--role", default="", help="the trained agent, where there are several")
-    parser.add_argument("--out", type=Path, required=True, help="directory of train.parquet and test.parquet")
-    parser.add_argument("--train", type=int, default=4096, help="training samples, at most")
-    parser.add_argument("--test", type=int, default=0, help="held-out samples")
+    parser.add_argument("--taskset", required=True, help="ID of an installed taskset")
+    parser.add_argument("--env", default="", help="ID of the environment, if not the taskset's own")
+    parser.add_argument("--config", default="{}", help="configuration of the environment, as a JSON object")
+    parser.add_argument("--role", default="", help="the agent to train, if the environment has several")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory for train.parquet and test.parquet"
+    )
+    parser.add_argument("--train", type=int, default=4096, help="maximum number of training samples")
+    parser.add_argument("--test", type=int, default=0, help="number of held-out samples")
     args = parser.parse_args()
 
     options: Options = {key: getattr(args, key) for key in ("taskset", "env", "config", "role")}

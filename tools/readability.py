@@ -64,7 +64,7 @@ def findings(path: Path) -> Iterator[Finding]:
 
     for name, line in bound_names(tree):
         if name.strip("_") in VAGUE:
-            yield Finding(path, line, f"'{name}' names no thing")
+            yield Finding(path, line, f"'{name}' does not say what it names")
 
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
@@ -118,8 +118,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--since", default="", help="a commit (default: where the branch left origin/main)")
-    parser.add_argument("--all", type=Path, help="a folder, of which every line is looked at")
+    parser.add_argument(
+        "--since",
+        default="",
+        help="check lines changed since this commit (default: where the branch left origin/main)",
+    )
+    parser.add_argument("--all", type=Path, help="check every line in this folder")
     options = parser.parse_args()
 
     if options.all:

@@ -344,7 +344,7 @@ def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     names = [*SHELLS, *LIBRARIES, IMPATIENT]
-    parser.add_argument("--rest", type=float, default=720.0, help="seconds for which the engine sleeps")
+    parser.add_argument("--rest", type=float, default=720.0, help="how long the engine sleeps, in seconds")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CLIENT")
     parser.add_argument("--clients", type=Path, default=clients.ROOT / ".clients")
     options = parser.parse_args()

@@ -125,24 +125,24 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 OPTION_HELP = {
-    "turns": "turns of an episode",
-    "sampled": "mean sampled tokens of a turn",
-    "context": "tokens of a turn that are not sampled",
-    "sigma": "of the log-normal lengths and waits",
-    "tool_s": "mean seconds between two turns",
-    "slots": "episodes in flight for each GPU of the engines",
+    "turns": "turns per episode",
+    "sampled": "mean number of sampled tokens per turn",
+    "context": "tokens per turn that are not sampled",
+    "sigma": "sigma of the log-normal lengths and waits",
+    "tool_s": "mean time between two turns, in seconds",
+    "slots": "episodes in flight per engine GPU",
     "worker_slots": "rollout.slots of a worker",
     "group_size": "buffer.episodes_per_group",
-    "batch": "episodes of a batch for each GPU of the run",
+    "batch": "episodes per batch for each GPU in the run",
     "max_staleness": "buffer.max_staleness",
     "target_staleness": "buffer.target_staleness; `auto` reaches 4 here after 40 steps",
-    "flops": "FLOP/s of a GPU",
-    "bandwidth": "bytes/s of a GPU's memory",
-    "decode_use": "used part of both in decoding",
-    "load_rate": "bytes/s at which a server loads a version, or a sender broadcasts one",
-    "chain_rate": "bytes/s of one encrypted connection between machines",
-    "machine_rate": "bytes/s of a machine's network",
-    "delta": "bytes of a version, divided by those of a delta",
+    "flops": "FLOP/s per GPU",
+    "bandwidth": "memory bandwidth of a GPU, in bytes/s",
+    "decode_use": "fraction of both that decoding uses",
+    "load_rate": "rate at which a server loads a version, or a sender broadcasts a version, in bytes/s",
+    "chain_rate": "rate of one encrypted connection between machines, in bytes/s",
+    "machine_rate": "network bandwidth of a machine, in bytes/s",
+    "delta": "size of a version, divided by the size of a delta",
 }
 
 

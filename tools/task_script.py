@@ -17,9 +17,11 @@ def write_task(
     """The main function of a script that makes a task: `make` gives so many different rows, of which the
     first are for training. `train`, `test`: how many by default. Returns the directory."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="directory of train.parquet and test.parquet")
-    parser.add_argument("--train", type=int, default=train, help="training samples")
-    parser.add_argument("--test", type=int, default=test, help="held-out samples")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory for train.parquet and test.parquet"
+    )
+    parser.add_argument("--train", type=int, default=train, help="number of training samples")
+    parser.add_argument("--test", type=int, default=test, help="number of held-out samples")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 

@@ -58,7 +58,7 @@ def run_tests(env: Path, tests: Sequence[str], minutes: float, log: IO[str]) -> 
     environ = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environ, stdout=log, stderr=log, timeout=60 * minutes)
     if done.returncode not in (0, 1):
-        sys.exit(f"the tests ended with code {done.returncode} (-11: a segmentation fault): see {env}.log")
+        sys.exit(f"the tests exited with code {done.returncode} (-11 is a segmentation fault); see {env}.log")
 
 
 def row(report: Path) -> dict[str, Any]:
@@ -96,7 +96,9 @@ def main() -> int:
     parser.add_argument("cases", nargs="+", help='for example "3.12 torch==2.11.0 transformers==5.17.0"')
     parser.add_argument("--envs", type=Path, default=ROOT / "build/versions")
     parser.add_argument("--tests", nargs="+", default=["tests/unit"])
-    parser.add_argument("--minutes", type=float, default=60, help="for the tests of a case, at most")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="time limit for the tests of one case, in minutes"
+    )
     args = parser.parse_args()
 
     args.envs.mkdir(parents=True, exist_ok=True)

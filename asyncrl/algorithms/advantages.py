@@ -89,7 +89,7 @@ def dr_grpo(episode: AdvantageInput) -> AdvantageValues:
     where n counts the issued members: the same value if all of them have ended, and unbiased if some are
     late.
 
-    Use: the default, and whenever a group mixes versions (max_staleness > 0), because a group std would
+    Use: the default; also whenever a group mixes versions (max_staleness > 0), because a group std would
     magnify near-ties. With normalise=batch_std it is ScaleRL's advantage (arXiv 2510.13786).
     """
     return (episode.issued - 1) / episode.issued * centred(episode.own.reward, rewards(episode.others))
@@ -97,7 +97,7 @@ def dr_grpo(episode: AdvantageInput) -> AdvantageValues:
 
 @advantage("grpo")
 def grpo(episode: AdvantageInput) -> AdvantageValues:
-    """(R − mean) / (std + 1e-6), ddof 1 (GRPO, arXiv 2402.03300). Fewer than two siblings: 0.
+    """(R − mean) / (std + 1e-6), ddof 1 (GRPO, arXiv 2402.03300). With fewer than two siblings, A is 0.
 
     Use: on-policy training (max_staleness 0 or 1), or comparisons with published runs.
     """
@@ -150,8 +150,8 @@ def gpg(episode: AdvantageInput, *, f_norm: Annotated[float, Meta(gt=0)] = 1.0) 
     """α·(R − mean) / f_norm, α = B/(B − M), B episodes of the batch, M of them in groups without variance
     (GPG, arXiv 2504.02546).
 
-    Use: sparse rewards without a group filter: α makes up for groups with equal rewards. Any staleness. For
-    the variant that divides by the group std, use grpo with normalise=nonzero.
+    Use: sparse rewards without a group filter: α compensates for groups with equal rewards. Any staleness.
+    For the variant that divides by the group std, use grpo with normalise=nonzero.
     """
     return centred(episode.own.reward, rewards(episode.siblings)) / f_norm
 
@@ -173,7 +173,7 @@ def pass_at_k(episode: AdvantageInput, *, divide_by_std: bool = False) -> Advant
 @advantage("gdpo", scale="whiten", components=True)
 def gdpo(episode: AdvantageInput, *, weights: Weights = "") -> AdvantageValues:
     """Σ_c w_c·(R_c − mean_c) / (std_c + 1e-6), ddof 1, then whitened (GDPO, arXiv 2601.05242). `weights`:
-    "name:weight,…" of the components that count; empty: all with weight 1.
+    "name:weight,…" for the components that count; empty: all components, with weight 1.
 
     Use: several reward components whose sums would tie, on-policy or at small staleness. The reward function
     must report `components`. With a verl-style reward, name the weights; otherwise `acc` and other numbers
@@ -265,7 +265,7 @@ def remax(episode: AdvantageInput) -> AdvantageValues:
     Use: small groups, down to one episode, at the cost of one extra episode per sample. Any staleness.
     """
     if episode.greedy is None:
-        raise ProtocolError("advantage remax: an episode lacks the reward of its greedy episode")
+        raise ProtocolError("advantage remax: an episode has no reward from a greedy episode")
     return to_go(episode.rewards) - episode.greedy
 
 
@@ -281,7 +281,7 @@ def gae(
     policy in training, but the rewards come from the policy that acted.
     """
     if episode.values is None:
-        raise ProtocolError("advantage gae: an episode lacks the values of the critic")
+        raise ProtocolError("advantage gae: an episode has no values from the critic")
     discount = _discounts(episode.turn, gamma, turn_gamma)
     next_values = np.append(episode.values[1:], 0.0)[: len(episode.values)]
     return returns(episode.rewards + discount * next_values - episode.values, lam * discount)
@@ -332,7 +332,7 @@ def optimal_token_baseline(episode: AdvantageInput) -> AdvantageValues:
 
     if not member_count.all():
         raise ProtocolError(
-            "advantage optimal_token_baseline: an episode lacks the traces that the rest of its group has"
+            "advantage optimal_token_baseline: an episode has no traces, but other members of its group do"
         )
     has_weight = norm_sum > 0
 

@@ -76,7 +76,8 @@ def token_mean(tokens: int, group_tokens: int) -> Share:
 def token_sum(tokens: int, group_tokens: int) -> Share:
     """w = 1, D = 1 (plain): the gradient grows with the batch. The loss is reported per token.
 
-    Use: batches of equal size, to compare with trainers that sum; check trainer.grad_clip. Any staleness.
+    Use: batches of equal size, for comparison with trainers that sum; check trainer.grad_clip. Any
+    staleness.
     """
     return Share(1.0, float(tokens))
 
@@ -94,7 +95,7 @@ def seq_mean_token_mean(tokens: int, group_tokens: int) -> Share:
 def seq_mean_token_sum(tokens: int, group_tokens: int) -> Share:
     """w = 1, D = number of episodes (plain REINFORCE): the unbiased gradient of the mean reward.
 
-    Use: no bias, at the cost of steps that grow with the length of the answers. Any staleness.
+    Use: unbiased gradients, at the cost of steps that grow with the length of the answers. Any staleness.
     """
     return Share(1.0, 1.0)
 

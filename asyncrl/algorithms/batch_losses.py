@@ -89,10 +89,10 @@ def within_second_moment(traces: Sequence[Trace], *, tau: float) -> list[np.ndar
 
 @loss("m2po", ratio="mu", prepare=within_second_moment)
 def m2po(tokens: LossInput, *, tau: Positive = 0.04) -> TokenLoss:
-    """L = −(π/μ)·A, unclipped, but 0 on the tokens of the batch with the largest (log prox − log μ)², as many
-    as it takes to bring the mean of the others below tau (M2PO, arXiv 2510.01161).
+    """L = −(π/μ)·A, unclipped, but 0 on the tokens of the batch with the largest (log prox − log μ)², as
+    many as it takes to bring the mean of the others below tau (M2PO, arXiv 2510.01161).
 
-    Only outliers are masked, however far single tokens of the batch are from μ.
+    Only outliers are masked, however far individual tokens in the batch are from μ.
 
     Use: very stale data, where a fixed band on the ratio masks too many tokens; staleness of 8 and far
     beyond.
@@ -126,7 +126,7 @@ def tba(tokens: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
     The optimum is ref·exp(R/β)/Z for any sampling policy, hence no ratio. The loss reads R itself, so the
     advantage has no effect. Use aggregation seq_mean_token_sum for the paper's mean over episodes.
 
-    Use: data that is much older or replayed, and tasks with diverse answers; any staleness.
+    Use: very old or replayed data, and tasks with diverse answers; any staleness.
     """
     assert tokens.reference is not None
     logp = tokens.logp.detach()
@@ -137,7 +137,7 @@ def tba(tokens: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
 
 
 def _prepared(tokens: LossInput) -> torch.Tensor:
-    assert tokens.prepared is not None, "the loss looks at the whole batch first"
+    assert tokens.prepared is not None, "the loss needs values prepared from the complete batch"
     return tokens.prepared
 
 

@@ -100,14 +100,15 @@ def select_rules(named_rules: Mapping[str, Mapping[str, Any]], where: str) -> li
         low, high = (bound.keywords.get(limit) for limit in ("low", "high"))
         if low is not None and high is not None and low > high:
             raise ConfigError(
-                f"{where}.{name}: low {low} is above high {high}, so nothing would be kept; swap them"
+                f"{where}.{name}: low ({low}) is above high ({high}), so no token would be kept; swap "
+                "the two values"
             )
         selected_rules.append(replace(rule, of=bound))
 
     if sum(rule.kind == "weight" for rule in selected_rules) > 1:
         raise ConfigError(
-            f"{where}: {', '.join(named_rules)} contain two weights, so rho would be counted twice; "
-            "keep one of them"
+            f"{where}: {', '.join(named_rules)} contain two weights, so rho would be applied twice; "
+            "keep only one of the two"
         )
 
     return selected_rules
@@ -213,12 +214,12 @@ Positive = Annotated[float, Meta(gt=0)]
 def truncate(
     tokens: CorrectionInput, *, level: Level = "token", positive: Positive = 5.0, negative: Positive = 2.0
 ) -> CorrectionMask:
-    """w = min(ρ, C), C = `positive` or, where A < 0, `negative` (truncated importance sampling: IMPALA, arXiv
-    1802.01561). Over turns and episodes the sign is that of the mean A of their trainable tokens.
+    """w = min(ρ, C), C = `positive` or, where A < 0, `negative` (truncated importance sampling: IMPALA,
+    arXiv 1802.01561). Over turns and episodes the sign is that of the mean A of their trainable tokens.
 
-    Use: the default weight. Set `positive` to 2 for a lag of 1, 5 for a lag of 4 to 8, and 8 beyond. `turn`
-    and `sequence` also weigh the context of a token, with a variance that grows with length; `geometric`
-    suits models whose token ratios are noisy.
+    Use: the default weight. Set `positive` to 2 for a lag of 1, 5 for a lag of 4 to 8, and 8 for longer
+    lags. `turn` and `sequence` also weigh the context of a token, with a variance that grows with length;
+    `geometric` suits models whose token ratios are noisy.
     """
     ratio = ratio_at(tokens, level)
     credit = mean_over(tokens.advantage, tokens, level)
@@ -273,12 +274,12 @@ def reject(
     limit: Positive = 0.1,
     level: Literal["token", "turn", "sequence"] = "sequence",
 ) -> CorrectionMask:
-    """Keep iff |mean k| ≤ limit over the level's trainable tokens: k1 = -log ρ, k2 = (log ρ)²/2, k3 = ρ - 1 -
-    log ρ (Schulman, joschu.net/blog/kl-approx.html). k1 is signed, so both sides are bounded: e^-limit ≤
+    """Keep iff |mean k| ≤ limit over the level's trainable tokens: k1 = -log ρ, k2 = (log ρ)²/2, k3 = ρ - 1
+    - log ρ (Schulman, joschu.net/blog/kl-approx.html). k1 is signed, so both sides are bounded: e^-limit ≤
     geometric ρ ≤ e^limit.
 
-    Use: to bound KL(mu, prox) per token, in nats: k3 for the KL itself, k2 if large ρ should not dominate, k1
-    for the drift. Staleness 1 to 8.
+    Use: to bound KL(mu, prox) per token, in nats: k3 for the KL itself, k2 if large values of ρ should not
+    dominate, k1 for the drift. Staleness 1 to 8.
     """
     log_ratio = tokens.log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     value = {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": log_ratio.exp() - 1 - log_ratio}[estimator]
@@ -289,8 +290,8 @@ def reject(
 def veto(tokens: CorrectionInput, *, least: Annotated[float, Meta(gt=0, lt=1)] = 1e-5) -> CorrectionMask:
     """Drop the episode if any trainable token has ρ < least (plain).
 
-    Use: protection against broken log-probs, such as a token that the policy would hardly ever write. Any
-    staleness; at a long lag it also drops valid tokens.
+    Use: protection against broken log-probs, such as that of a token that the policy would hardly ever
+    write. Any staleness; at long lags, valid tokens are also dropped.
     """
     is_absurd = (tokens.log_ratio < math.log(least)).to(tokens.log_ratio.dtype)
     return CorrectionMask(keep=pooled(is_absurd, tokens, "sequence")[0] == 0)

@@ -225,7 +225,7 @@ def _rho_at(bins: Mapping[int, float], quantile: float) -> float:
             return math.exp(low + (high - low) * (rank - count_below) / count)
         count_below += count
 
-    raise AssertionError("quantile of no token")
+    raise AssertionError("a quantile needs at least one token")
 
 
 def report_tokens(state: TokenState) -> TokenReport:

@@ -33,7 +33,7 @@ def kl_tokens(logp: Tensor, reference: Tensor, estimator: str) -> Tensor:
 def k1(d: Tensor) -> Tensor:
     """k = d (Schulman, joschu.net/blog/kl-approx.html).
 
-    Use: the reward, at any staleness. Unbiased but noisy; can be negative.
+    Use: in the reward, at any staleness. Unbiased but noisy; can be negative.
     """
     return d
 
@@ -41,8 +41,8 @@ def k1(d: Tensor) -> Tensor:
 def absolute(d: Tensor) -> Tensor:
     """k = |d| (plain).
 
-    Use: the reward, if no token may be rewarded for leaving the reference. Not an estimate of the KL. Any
-    staleness.
+    Use: in the reward, at any staleness, if no token may be rewarded for leaving the reference. Not an
+    estimate of the KL.
     """
     return d.abs()
 
@@ -50,8 +50,8 @@ def absolute(d: Tensor) -> Tensor:
 def k2(d: Tensor) -> Tensor:
     """k = d²/2 (Schulman, joschu.net/blog/kl-approx.html).
 
-    Use: the loss, at any staleness: its gradient d·∇log pi is the gradient of the KL in expectation. Its
-    value is biased.
+    Use: in the loss, at any staleness: the gradient, d·∇log pi, is that of the KL in expectation. The value
+    is biased.
     """
     return d.square() / 2
 
@@ -59,8 +59,8 @@ def k2(d: Tensor) -> Tensor:
 def k3(d: Tensor) -> Tensor:
     """k = min(exp(-d) - 1 + d, 10) (Schulman, joschu.net/blog/kl-approx.html).
 
-    Use: the reward and reports, at any staleness: unbiased up to the cap and never negative. In the loss its
-    gradient is that of KL(ref, pi).
+    Use: in the reward and in reports, at any staleness: unbiased up to the cap and never negative. In the
+    loss, the gradient is that of KL(ref, pi).
     """
     return (ratio_of(-d) - 1 + d).clamp(max=VALUE_LIMIT)
 
@@ -68,7 +68,7 @@ def k3(d: Tensor) -> Tensor:
 def straight_through(d: Tensor) -> Tensor:
     """The value of k3 with the gradient of k2 (plain).
 
-    Use: the loss, at any staleness, if the value of the KL should also be unbiased.
+    Use: in the loss, at any staleness, if the value of the KL should also be unbiased.
     """
     slope = k2(d)
     return k3(d).detach() + slope - slope.detach()
@@ -99,17 +99,17 @@ def divergence(logp: Tensor, teacher: Tensor, name: str) -> Tensor:
 def forward(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """D = Σ_v T(v)·(log T(v) - log pi(v)): KL(T, pi) (plain).
 
-    Use: the loss, at any staleness, if the student should cover everything that the teacher does, or does not
-    yet behave like the teacher: where pi(v) is near 0, the slope in the logit of v is about -T(v).
+    Use: in the loss, at any staleness, if the student should cover everything that the teacher does, or does
+    not yet behave like the teacher: where pi(v) is near 0, the slope in the logit of v is about -T(v).
     """
     teacher_probs = t.exp()
     return (teacher_probs * (t - p)).sum(-1), -teacher_probs
 
 
 def reverse(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """D = Σ_v pi(v)·(log pi(v) - log T(v)): KL(pi, T), of which k2 has the gradient in expectation (plain).
+    """D = Σ_v pi(v)·(log pi(v) - log T(v)): KL(pi, T), whose gradient k2 has in expectation (plain).
 
-    Use: the loss, at any staleness, if the student is too small to cover everything and should do nothing
+    Use: in the loss, at any staleness, if the student is too small to cover everything and should do nothing
     that the teacher would not do.
     """
     parts = p.exp() * (p - t)
@@ -119,8 +119,8 @@ def reverse(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
 def js(p: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """D = (KL(T, M) + KL(pi, M)) / 2, M = (T + pi) / 2: Jensen-Shannon (GKD, arXiv 2306.13649, beta = 1/2).
 
-    Use: the loss, at any staleness: a compromise between the two, bounded by log 2, so that no single state
-    dominates a batch.
+    Use: in the loss, at any staleness: a compromise between the other two, bounded by log 2, so that no
+    single state dominates a batch.
     """
     mixture = torch.logaddexp(p, t) - math.log(2)
     policy_term = p.exp() * (p - mixture) / 2

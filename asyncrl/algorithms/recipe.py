@@ -189,40 +189,41 @@ def _ratio_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     dual_clip = getattr(loss.of, "keywords", {})["dual_clip"] if recipe.loss_name == "ppo" else 0
 
     return {
-        "algorithm.loss.ppo.dual_clip must not lie between 0 and 1; set 1 or more, or 0 to turn it off": (
-            0 < dual_clip < 1
-        ),
-        f"{name} already contains pi/mu, so a weight in algorithm.correction would count it twice; keep "
-        "only masks": loss.ratio == "mu" and recipe.weighted,
-        "algorithm.correction has no weight although max_staleness > 0, so stale data would be used "
+        "algorithm.loss.ppo.dual_clip must not be between 0 and 1; set it to 1 or more, or to 0 to "
+        "turn it off": (0 < dual_clip < 1),
+        f"{name} already contains pi/mu, so a weight in algorithm.correction would apply the ratio "
+        "twice; keep only masks": loss.ratio == "mu" and recipe.weighted,
+        "algorithm.correction has no weight, but max_staleness > 0, so stale data would be used "
         "without correction; add truncate, or set max_staleness=0": (
             loss.ratio == "prox" and not recipe.weighted and config.buffer.max_staleness > 0
         ),
-        "algorithm.correction batch_mean divides the weights, but no weights are set; add truncate, or "
-        "remove batch_mean": recipe.batch_mean_weight and not recipe.weighted,
-        "algorithm.correction batch_mean would also scale the terms added to the policy loss; remove "
-        "batch_mean, or the KL in the loss and the entropy bonus": (
+        "algorithm.correction: batch_mean normalises the weights, but no rule sets any; add truncate, "
+        "or remove batch_mean": recipe.batch_mean_weight and not recipe.weighted,
+        "algorithm.correction: batch_mean would also scale the terms added to the policy loss; remove "
+        "batch_mean, or remove both the KL in the loss and the entropy bonus": (
             recipe.batch_mean_weight and has_other_terms
         ),
-        f"{name} with one optimizer step per batch never clips (pi = prox); use reinforce, prox=mu, or "
-        "steps_per_batch or epochs > 1": loss.clips and not several_steps and recipe.prox != "mu",
-        f"{name} with prox=current never clips (pi = prox); use recompute or loglinear": (
+        f"{name} never clips with one optimizer step per batch (pi = prox); use reinforce or prox=mu, "
+        "or raise steps_per_batch or epochs above 1": loss.clips
+        and not several_steps
+        and recipe.prox != "mu",
+        f"{name} never clips with prox=current (pi = prox); use recompute or loglinear": (
             loss.clips and several_steps and recipe.prox == "current"
         ),
-        f"{name} has no trust region for several optimizer steps per batch; use a loss that clips": (
+        f"{name} has no trust region, which several optimizer steps per batch need; use a loss that clips": (
             loss.ratio == "prox" and not loss.trusts and several_steps
         ),
         f"algorithm.prox {algorithm.prox!r}: the loss or the advantage needs the policy at the start of "
         "the batch; use auto": algorithm.prox in ("current", "loglinear", "mu")
         and (recipe.advantage.whole_group or loss.prepare is not None),
-        f"algorithm.prox mu: {name} has no ratio to prox; use auto": (
+        f"algorithm.prox mu: {name} does not use a ratio to prox; use auto": (
             recipe.prox == "mu" and not loss.trusts
         ),
-        f"algorithm.prox mu: the clip bounds of {name} are far too tight around the mu of stale data; "
-        "use auto, or max_staleness=0": recipe.prox == "mu"
+        f"algorithm.prox mu: the clip bounds of {name} are far too tight for stale data when centred on "
+        "mu; use auto, or max_staleness=0": recipe.prox == "mu"
         and loss.level != "token"
         and config.buffer.max_staleness > 0,
-        "kl.estimator k1 in the loss has a gradient with expectation zero; use k2 or straight_through": (
+        "kl.estimator k1 has a gradient with expectation zero in the loss; use k2 or straight_through": (
             kl.in_loss and recipe.kl_estimator == "k1"
         ),
         f"kl.estimator {kl.estimator} compares whole distributions, but kl.where=reward uses one number per "
@@ -240,36 +241,36 @@ def _group_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     name = f"algorithm.advantage {recipe.advantage_name!r}"
 
     return {
-        f"{name} compares an episode with a group that includes it, but a late episode with a group "
-        "that does not, which is biased with group_policy=partial; use dr_grpo, rloo or opo_loo, or "
-        "group_policy=complete": (partial and advantage.siblings and not advantage.late),
-        f"algorithm.normalise ({recipe.scale}) subtracts the mean of a batch, which includes only those "
-        "members of a group that were not late; with group_policy=partial use none or batch_std": (
+        f"{name} is biased with group_policy=partial, because it compares an episode with a group that "
+        "includes the episode, but a late episode with a group that does not; use dr_grpo, rloo or "
+        "opo_loo, or group_policy=complete": (partial and advantage.siblings and not advantage.late),
+        f"algorithm.normalise ({recipe.scale}) subtracts the batch mean, which leaves out late members "
+        "of a group with group_policy=partial; use none or batch_std": (
             partial and recipe.scale in ("whiten", "whiten_running")
         ),
-        "buffer.max_staleness is 0: with group_policy=partial late members arrive after their batch, too "
-        "stale to train on; use group_policy=complete": partial and buffer.max_staleness == 0,
-        f"{name} needs whole groups; use group_policy=complete": (
+        "buffer.max_staleness is 0, but with group_policy=partial late members arrive after their "
+        "batch, too stale to train on; use group_policy=complete": partial and buffer.max_staleness == 0,
+        f"{name} needs complete groups; set group_policy=complete": (
             partial and (advantage.whole_group or advantage.greedy)
         ),
-        f"algorithm.loss {recipe.loss_name!r} needs whole groups; use group_policy=complete": (
+        f"algorithm.loss {recipe.loss_name!r} needs complete groups; set group_policy=complete": (
             partial and loss.whole_group
         ),
-        f"algorithm.aggregation {algorithm.aggregation!r} needs whole groups; use token_mean with "
+        f"algorithm.aggregation {algorithm.aggregation!r} needs complete groups; use token_mean with "
         "group_policy=partial": partial and recipe.aggregate.whole_group,
-        "buffer.on_stale drop removes members of groups that the loss, advantage or aggregation needs "
-        "whole; use mask or hold": buffer.on_stale == "drop"
+        "buffer.on_stale drop removes members of groups, but the loss, advantage or aggregation needs "
+        "complete groups; use mask or hold": buffer.on_stale == "drop"
         and (advantage.whole_group or loss.whole_group or recipe.aggregate.whole_group),
-        f"buffer.episodes_per_group is 1, but the advantage {recipe.advantage_name!r} compares siblings, so "
-        "nothing would be learned; use more episodes, or reinforce_pp, gae or remax": (
+        f"buffer.episodes_per_group is 1, but the advantage {recipe.advantage_name!r} compares "
+        "siblings, so the policy would learn nothing; use more episodes, or reinforce_pp, gae or remax": (
             advantage.siblings and buffer.episodes_per_group == 1
         ),
-        "kl.where reward changes the baseline of siblings, which must all be in the batch; use "
+        "kl.where reward changes the baseline from siblings, so all siblings must be in the batch; use "
         "group_policy=complete and on_stale=mask or hold, or kl.where=loss": config.kl.where == "reward"
         and advantage.siblings
         and (partial or buffer.on_stale == "drop"),
-        f"{name} reads the components of the reward, which algorithm.shaping and kl.where=reward do not "
-        "change; remove both, or use kl.where=loss": (
+        f"{name} reads the reward components, which algorithm.shaping and kl.where=reward do not "
+        "change; remove these settings, or use kl.where=loss": (
             advantage.components and (bool(algorithm.shaping) or config.kl.where == "reward")
         ),
     }
@@ -283,21 +284,20 @@ def _filter_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     filters_groups = config.buffer.filter_zero_variance
 
     return {
-        f"{key} discards groups that the advantage {recipe.advantage_name!r} learns from; set it to false": (
-            filters_groups and not (advantage.siblings or advantage.greedy)
-        ),
-        f"{key} discards groups that the loss {recipe.loss_name!r} learns from; set it to false": (
+        f"{key} would discard groups that the advantage {recipe.advantage_name!r} learns from; set it "
+        "to false": (filters_groups and not (advantage.siblings or advantage.greedy)),
+        f"{key} would discard groups that the loss {recipe.loss_name!r} learns from; set it to false": (
             filters_groups and recipe.loss.whole_group
         ),
-        f"{key} compares undiscounted rewards, but with turn_gamma their timing matters; set it to false": (
-            filters_groups and bool(advantage.siblings and advantage.discount != 1)
-        ),
-        f"algorithm.normalise ({recipe.scale}) subtracts a batch mean, which buffer.filter_zero_variance "
-        "would bias; turn one of them off": filters_groups and recipe.scale in ("whiten", "whiten_running"),
+        f"{key} compares undiscounted rewards, but with turn_gamma the timing of rewards matters; set "
+        "it to false": (filters_groups and bool(advantage.siblings and advantage.discount != 1)),
+        f"algorithm.normalise ({recipe.scale}) subtracts a batch mean, which "
+        "buffer.filter_zero_variance would bias; turn one of the two off": filters_groups
+        and recipe.scale in ("whiten", "whiten_running"),
         f"{key} compares rewards without the KL that kl.where=reward subtracts; set it to false, or use "
         "kl.where=loss": filters_groups and kl_config.where == "reward",
-        f"{key} discards groups with equal rewards, from which the policy still learns through its teacher "
-        "(kl.reference, kl.prompt, scorers); set it to false": filters_groups
+        f"{key} would discard groups with equal rewards, but the policy still learns from these groups "
+        "through its teacher (kl.reference, kl.prompt, scorers); set it to false": filters_groups
         and loss_has_teacher(dict(leaves(msgspec.to_builtins(config)))),
     }
 
@@ -319,7 +319,7 @@ def _demonstration_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool
         f"{name} ignores the reward; remove algorithm.shaping and kl.where=reward (kl.where=loss works)": (
             demonstrations and (bool(config.algorithm.shaping) or config.kl.where == "reward")
         ),
-        f"{name}: scorers score only sampled turns, so they would skip every turn; use kl.reference": (
+        f"{name}: scorers score only sampled turns, so every turn would be skipped; use kl.reference": (
             demonstrations and config.scored_reference
         ),
     }
@@ -329,10 +329,9 @@ def _unused_setting_refusals(config: RunConfig, recipe: Recipe) -> dict[str, boo
     """Settings without effect."""
     teachers = [name for name in config.scorers if name.startswith("teacher")]
     return {
-        "algorithm.shaping overlong penalises what mask_truncated keeps out of the loss; remove either": (
-            config.algorithm.mask_truncated and "overlong" in config.algorithm.shaping
-        ),
-        "algorithm.prox loglinear equals pi with one optimizer step per batch; use auto": (
+        "algorithm.shaping overlong penalises episodes that mask_truncated keeps out of the loss; "
+        "remove one of the two": (config.algorithm.mask_truncated and "overlong" in config.algorithm.shaping),
+        "algorithm.prox loglinear is the same as pi with one optimizer step per batch; use auto": (
             config.algorithm.prox == "loglinear" and recipe.optimizer_steps == 1
         ),
         "kl.coef of 1 or more without a teacher would only pull the policy back to its start; set "
@@ -342,14 +341,16 @@ def _unused_setting_refusals(config: RunConfig, recipe: Recipe) -> dict[str, boo
         "kl.prompt works only for episodes played turn by turn; remove rollout.agent or kl.prompt": bool(
             config.kl.prompt and (config.rollout.agent or recipe.loss.demonstrations)
         ),
-        "kl.prompt makes the teacher's rows longer, so ranks would split them at other positions; set "
-        "trainer.sequence_parallel=1, or move the teacher to scorers.teacher": bool(config.kl.prompt)
+        "kl.prompt makes the teacher's rows longer, so ranks would split these rows at other "
+        "positions; set trainer.sequence_parallel=1, or move the teacher to scorers.teacher": bool(
+            config.kl.prompt
+        )
         and config.trainer.sequence_parallel > 1
         and not config.scored_reference,
         f"kl.top_k applies only to divergences, but kl.estimator is {recipe.kl_estimator}; use "
         f"{', '.join(DIVERGENCE_NAMES)}, or remove kl.top_k": config.kl.top_k > 0 and not recipe.divergence,
-        "the settings of kl have no effect, because kl.where is none; set kl.where, or leave the "
-        "other keys at their defaults": not recipe.reference and config.kl != KLConfig(),
+        "the other kl keys have no effect, because kl.where is none; set kl.where, or leave the others "
+        "at their defaults": not recipe.reference and config.kl != KLConfig(),
         f"kl.estimator {recipe.kl_estimator} compares the whole vocabulary, but scorers return only the most "
         "likely tokens; set kl.top_k, or use kl.reference": bool(recipe.divergence)
         and config.scored_reference
@@ -357,6 +358,6 @@ def _unused_setting_refusals(config: RunConfig, recipe: Recipe) -> dict[str, boo
         "scorers: a reference or teacher has no effect with kl.where=none; set kl.where": (
             config.scored_reference and not recipe.reference
         ),
-        f"the settings of critic have no effect, because the advantage {recipe.advantage_name!r} has no "
-        "critic; use gae, or remove these settings": not recipe.critic and config.critic != CriticConfig(),
+        f"the critic keys have no effect, because the advantage {recipe.advantage_name!r} has no "
+        "critic; use gae, or remove these keys": not recipe.critic and config.critic != CriticConfig(),
     }

@@ -44,7 +44,8 @@ def reinforce(tokens: LossInput) -> TokenLoss:
 def sft(tokens: LossInput) -> TokenLoss:
     """L = −log π: the negative log-likelihood of demonstrated tokens, whatever A is (plain).
 
-    Use: `asyncrl sft`, on conversations from the data instead of sampled ones; no μ and no staleness.
+    Use: `asyncrl sft`, on conversations from the data instead of sampled episodes; there is neither μ nor
+    staleness.
     """
     return TokenLoss(tokens.weighed(-tokens.logp), torch.zeros_like(tokens.trainable))
 

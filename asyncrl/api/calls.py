@@ -146,7 +146,7 @@ def open_run(name: str | Path, run_dir: str | Path = "runs") -> Run:
     from asyncrl.commands import find_run
 
     if not str(name):
-        raise ConfigError("open_run: give the directory of a run, or its name")
+        raise ConfigError("open_run: the name is empty; pass the directory of a run, or its name")
     return Run(find_run(Path(run_dir), str(name), option="run_dir="))
 
 

@@ -65,7 +65,7 @@ def evaluate_model(
     )
     ending = LauncherProcess(request).wait(LineView(show))
     if ending.code:
-        raise RunError("the evaluation was interrupted; repeat the call to continue it")
+        raise RunError("the evaluation was interrupted; repeat the call to continue")
 
     directory = Path(ending.run_dir).absolute()
     written_metrics = (directory / "evaluation.json").read_bytes()

@@ -97,7 +97,7 @@ class LauncherProcess:
         self._overdue_text = ""  # of a launcher that was killed, as it did not stop
 
         cannot_start = "the launcher process could not be started"
-        advice = "make sure that this process may start programs, and that the machine has enough free memory"
+        advice = "make sure that this process may start programs and that the machine has enough free memory"
         with RunError.instead_of(OSError, text=cannot_start, advice=advice):
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "asyncrl.api.launcher"],
@@ -142,7 +142,7 @@ class LauncherProcess:
         try:
             while not self._await_end(POLL_SECONDS, view):
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"the run did not end within {seconds:g} s")
+                    raise TimeoutError(f"the run did not finish within {seconds:g} s")
         except KeyboardInterrupt:
             self.stop()
             try:
@@ -244,8 +244,8 @@ class LauncherProcess:
             return False
 
         self._overdue_text = (  # before the kill, whose end another waiting thread may see first
-            f"the launcher did not exit within {stop_seconds:.0f} s after the stop (launch.stop_timeout is "
-            f"{stop_timeout:g} s), and was killed with all processes of the run; resume=auto continues from "
+            f"the launcher did not exit within {stop_seconds:.0f} s of the stop (launch.stop_timeout is "
+            f"{stop_timeout:g} s) and was killed, with all processes of the run; resume=auto continues from "
             "the last checkpoint"
         )
         self.kill()
@@ -354,7 +354,10 @@ def _run_request(request: LauncherRequest, message_pipe: IO[bytes]) -> LaunchEnd
     given_data = values.get("data", {})
     names_test = any(text.startswith("data.test=") for text in request.overrides) or "test" in given_data
     if "train" in given_data and config.data.test and not names_test:
-        print("ignoring the experiment's data.test, because its rows may not match yours; pass test=…")
+        print(
+            "ignoring the experiment's data.test, because its rows may not match yours; pass test=… for "
+            "your own"
+        )
         config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, test=""))
 
     if request.dry_run:

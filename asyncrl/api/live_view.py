@@ -127,8 +127,8 @@ class GuardedView:
             with recorded():
                 self._stack.close()
             self._lines.print_line(
-                f"the live view failed ({one_line(error)}), but the run continues; `asyncrl status "
-                f"{self._run_dir}` shows it"
+                f"the live view failed ({one_line(error)}), but the run continues; to see it, run "
+                f"`asyncrl status {self._run_dir}`"
             )
 
 

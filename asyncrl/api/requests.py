@@ -54,7 +54,7 @@ def make_request(
     for setting in (*settings, keywords):
         if isinstance(setting, str):
             if "=" not in setting:
-                raise ConfigError(f"{setting!r} is not an override; write KEY=VALUE")
+                raise ConfigError(f"{setting!r}: not an override; write KEY=VALUE")
             overrides.append(setting)
         elif isinstance(setting, Mapping):
             for name, value in setting.items():
@@ -130,7 +130,7 @@ class ValueSaver:
 
         raise ConfigError(
             f"{key}: values of type {type(value).__name__} are not supported; "
-            "see docs/reference/configuration.md"
+            "docs/reference/configuration.md lists the types"
         )
 
     def _save_code(self, subject: Any, key: str) -> str:

@@ -40,7 +40,10 @@ def loadable_name(subject: Any, key: str, directory: Path) -> tuple[str, Path | 
     `directory` if its source was saved there: the name then begins with the file's path from there.
     ConfigError, which begins with `key`, for what no other process could load."""
     if isinstance(subject, functools.partial):
-        raise ConfigError(f"{key}: a partial cannot be loaded; pass {{FUNCTION: {{option: value}}}} instead")
+        raise ConfigError(
+            f"{key}: a functools.partial cannot be loaded by name; pass {{FUNCTION: {{option: value}}}} "
+            "instead"
+        )
     definition = _defined_object(subject)
     name = getattr(definition, "__qualname__", "")
     module_name = getattr(definition, "__module__", None)
@@ -57,7 +60,7 @@ def loadable_name(subject: Any, key: str, directory: Path) -> tuple[str, Path | 
     if module is not None and getattr(module, name, None) is not subject:
         raise ConfigError(
             f"{key}: {name} in {module_name} has been replaced or removed; pass the current object, or "
-            "rename yours"
+            "rename your own"
         )
     if module_name not in MAIN_MODULES:
         return f"{module_name}:{name}", None
@@ -112,15 +115,18 @@ class SavedSource:
         """Add the source of a function or class, after that of the names that it uses."""
         definition = _defined_object(subject)
         if getattr(definition, "__closure__", None):
-            raise self._refusal(name, "defined inside another function; define it at the top level")
+            raise self._refusal(name, "is defined inside another function; define it at the top level")
 
         cell, namespace = self._find_cell(name, definition)
         nodes = [node for node in ast.parse(cell).body if isinstance(node, Definition) and node.name == name]
         if not nodes:
-            raise self._refusal(name, f"not made by a def or class {name} at the top level; write one")
+            raise self._refusal(name, f"is not defined by a top-level def or class {name}; write one")
         node = nodes[-1]
         if definition is not subject and not node.decorator_list:
-            raise self._refusal(name, f"changed after its definition; decorate it there: @… above {name}")
+            raise self._refusal(
+                name,
+                f"was changed after its definition; put the change in a decorator (@…) above {name} instead",
+            )
         first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         source = "\n".join(cell.split("\n")[first_line - 1 : node.end_lineno])
 
@@ -145,7 +151,9 @@ class SavedSource:
             return
         self._added_names.add(name)
         if name not in namespace:
-            raise ConfigError(f"{self.key}: {self.root} uses {name}, which is not (or is no longer) defined")
+            raise ConfigError(
+                f"{self.key}: {self.root} uses {name}, which is not defined (any more); define it"
+            )
 
         value = namespace[name]
         if getattr(value, "__wrapped__", None) is getattr(builtins, name, name):
@@ -168,8 +176,8 @@ class SavedSource:
         else:
             raise self._refusal(
                 name,
-                f"of type {type(value).__name__}: make it a column of the rows, read it inside "
-                "the function, or put it in a file",
+                f"is of type {type(value).__name__}; add it to the rows as a column, read it inside the "
+                "function, or put it in a file",
             )
 
     def _find_cell(self, name: str, definition: Any) -> tuple[str, dict[str, Any]]:
@@ -195,17 +203,19 @@ class SavedSource:
             return defining_cells[0], vars(sys.modules["__main__"])
         if defining_cells:
             raise self._refusal(
-                name, "a class without methods that several cells define; add a method, or rename it"
+                name,
+                "is a class without methods that several cells define; add a method, or rename the class",
             )
 
         raise self._refusal(
             name,
-            "typed at a prompt that keeps no source (Python's own does from 3.13 on); move it to a file",
+            "was typed at a prompt that does not keep the source (Python's own prompt does from 3.13 "
+            "on); move it to a file",
         )
 
     def _refusal(self, name: str, reason: str) -> ConfigError:
-        user = "is" if name == self.root else f"uses {name},"
-        return ConfigError(f"{self.key}: {self.root} {user} {reason}")
+        user = self.root if name == self.root else f"{self.root} uses {name}, which"
+        return ConfigError(f"{self.key}: {user} {reason}")
 
 
 def _used_names(source: str, node: Definition, namespace: dict[str, Any]) -> Iterator[str]:

@@ -29,8 +29,8 @@ def save_rows(rows: Any, key: str, directory: Path) -> Path:
     elif hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # pandas.DataFrame
         row_list = rows.to_dict("records")
     elif isinstance(rows, Iterable) and not isinstance(rows, Mapping):
-        advice = "pass rows that this process can read, such as a list of dicts"
-        with ConfigError.instead_of(Exception, text=f"{key}: the rows cannot be read", advice=advice):
+        advice = "pass an iterable that works in this process, such as a list of dicts"
+        with ConfigError.instead_of(Exception, text=f"{key}: reading the rows failed", advice=advice):
             row_list = list(rows)
     else:
         raise ConfigError(
@@ -93,7 +93,8 @@ def _refuse_number_keys(value: Any, where: str) -> None:
             if not isinstance(name, str):
                 raise ConfigError(
                     f"{where}: the key {name!r} is of type {type(name).__name__}, but tools and rewards "
-                    "would receive a string; convert it with str(…), both here and where it is looked up"
+                    "would receive a string; convert the key with str(…), both here and in the code "
+                    "that looks it up"
                 )
             _refuse_number_keys(entry, f"{where}.{name}")
     elif isinstance(value, list | tuple):

@@ -311,7 +311,8 @@ class Batches:
         batch = self.by_step[step]
         if mismatched_uids := set(trained_uids).symmetric_difference(batch.uids) - batch.lost:
             raise ProtocolError(
-                f"commit of step {step} does not match its plan: {' '.join(sorted(mismatched_uids))}"
+                f"the commit for step {step} does not match the step's plan; these episodes differ: "
+                f"{' '.join(sorted(mismatched_uids))}"
             )
 
         if batch.lost:

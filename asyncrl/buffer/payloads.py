@@ -56,13 +56,13 @@ def decode_turn(payload: bytes) -> Turn:
 
 def decode_part(payload: bytes) -> TurnPart:
     """Decode a part of a turn. ProtocolError if the payload is no part."""
-    with ProtocolError.instead_of(*UNDECODABLE, text="a part of a turn cannot be decoded"):
+    with ProtocolError.instead_of(*UNDECODABLE, text="a partial turn cannot be decoded"):
         return _part_decoder.decode(payload)
 
 
 def decode_reply(payload: bytes) -> TurnReply:
     """Decode the replies to a turn. ProtocolError if the payload has no replies."""
-    with ProtocolError.instead_of(*UNDECODABLE, text="replies cannot be decoded"):
+    with ProtocolError.instead_of(*UNDECODABLE, text="the replies to a turn cannot be decoded"):
         return _reply_decoder.decode(payload)
 
 
@@ -79,18 +79,19 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
     it, and the turn's sequence must be one of the `rows` earlier sequences, or the next new one.
     """
     generation = turn.generation
-    _check_sampled(f"episode {uid} turn {turn.index}", generation, vocabulary)
+    subject = f"episode {uid}, turn {turn.index}"
+    _check_sampled(subject, generation, vocabulary)
 
     if turn.context and max(turn.context) >= vocabulary:
-        raise ProtocolError(f"episode {uid} turn {turn.index}: {max(turn.context)} is not a valid token ID")
+        raise ProtocolError(f"{subject}: {max(turn.context)} is not a valid token ID")
 
     routes = generation.routes
     if routes is not None and (
         min(routes.start, routes.tokens - 1) < 0 or not routes.data or len(routes.data) % (2 * routes.tokens)
     ):
         raise ProtocolError(
-            f"episode {uid} turn {turn.index}: routes of {routes.tokens} tokens from position {routes.start} "
-            f"in {len(routes.data)} bytes, which is not a multiple of 2 for each token"
+            f"{subject}: invalid routes ({routes.tokens} tokens from position {routes.start}, "
+            f"{len(routes.data)} bytes); every token needs the same even number of bytes"
         )
 
     if (scores := generation.scores) is not None:
@@ -103,20 +104,15 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
         )
         if not sizes_match or byte_counts[1] > MAX_TOP_TOKENS * logprob_bytes:
             raise ProtocolError(
-                f"episode {uid} turn {turn.index}: got scores of {byte_counts} bytes, "
-                f"expected {logprob_bytes}"
+                f"{subject}: scores of {byte_counts} bytes do not fit a turn of {len(generation.ids)} tokens"
             )
         if (lowest_id := np.frombuffer(scores.ids, "<i4").min(initial=0)) < 0:
-            raise ProtocolError(
-                f"episode {uid} turn {turn.index}: scores for {lowest_id}, which is not a valid token ID"
-            )
+            raise ProtocolError(f"{subject}: the scores contain {lowest_id}, which is not a valid token ID")
 
     if not 0 <= turn.row <= rows:
-        raise ProtocolError(f"episode {uid} turn {turn.index}: got row {turn.row} after {rows} rows")
+        raise ProtocolError(f"{subject}: expected a row from 0 to {rows}, got row {turn.row}")
     if turn.row == rows and generation.ids and not turn.context:
-        raise ProtocolError(
-            f"episode {uid}: row {turn.row} starts with a model token, which nothing predicts"
-        )
+        raise ProtocolError(f"{subject}: row {turn.row} must not start with a token that the model sampled")
 
 
 def check_part(uid: str, part: TurnPart, vocabulary: int = MAX_VOCABULARY) -> None:
@@ -124,12 +120,12 @@ def check_part(uid: str, part: TurnPart, vocabulary: int = MAX_VOCABULARY) -> No
 
     ProtocolError if the part is not valid. Routes come with the complete turn alone.
     """
-    subject = f"episode {uid} part of a turn from token {part.start}"
+    subject = f"episode {uid}, partial turn from token {part.start}"
     _check_sampled(subject, part.sampled, vocabulary)
     check_logprobs(subject, part.sampled)
 
     if part.sampled.routes is not None:
-        raise ProtocolError(f"{subject}: unexpected routes")
+        raise ProtocolError(f"{subject}: only complete turns may have routes")
 
 
 def _check_sampled(subject: str, sampled: Generation, vocabulary: int) -> None:
@@ -150,7 +146,9 @@ def _check_sampled(subject: str, sampled: Generation, vocabulary: int) -> None:
     if sampled.ids and max(sampled.ids) >= vocabulary:
         raise ProtocolError(f"{subject}: {max(sampled.ids)} is not a valid token ID")
     if any(span.version < 0 for span in sampled.spans):
-        raise ProtocolError(f"{subject}: versions {[span.version for span in sampled.spans]}")
+        raise ProtocolError(
+            f"{subject}: versions must not be negative: {[span.version for span in sampled.spans]}"
+        )
 
 
 def check_logprobs(subject: str, sampled: Generation) -> None:
@@ -160,7 +158,7 @@ def check_logprobs(subject: str, sampled: Generation) -> None:
     """
     logprobs = sampled.logprobs
     if logprobs and not (math.isfinite(sum(logprobs)) and max(logprobs) <= MAX_LOGPROB):
-        raise ProtocolError(f"{subject}: some log-probs are not finite numbers of at most 0")
+        raise ProtocolError(f"{subject}: every log-prob must be a finite number not above 0")
 
 
 def add_turn(episode: EpisodeRecord, turn: Turn, seconds: float = 0.0) -> None:

@@ -34,7 +34,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def command_parser(
-    name: str, description: str, run_dir_help: str = "parent of run directories"
+    name: str, description: str, run_dir_help: str = "directory that contains the run directories"
 ) -> argparse.ArgumentParser:
     """Make the parser of `asyncrl NAME`, whose --help shows `description` unchanged. `run_dir_help`: help for
     --run-dir; '' leaves the flag out."""
@@ -56,13 +56,17 @@ def find_run(directory: Path, name: str, option: str = "--run-dir") -> Path:
     runs = {path.name: path for path in reversed(list_run_directories(directory, option))}
     path = runs.get(name) if name else next(reversed(runs.values()), None)
     if path is None:
-        raise ConfigError(f"{directory}: no run {name!r}; existing runs: {', '.join(runs) or 'none'}")
+        raise ConfigError(
+            f"{directory}: no run is named {name!r}; existing runs: {', '.join(runs) or 'none'}"
+        )
     return path
 
 
 def list_run_directories(directory: Path, option: str = "--run-dir") -> list[Path]:
     """Return the directories of runs, newest first. Raises ConfigError if `directory` does not exist."""
     if not directory.is_dir():
-        raise ConfigError(f"{directory}: no such directory; set {option} to the parent of run directories")
+        raise ConfigError(
+            f"{directory}: no such directory; set {option} to the directory that contains the run directories"
+        )
     paths = [path.parent for path in directory.glob("*/config.yaml")]
     return sorted(paths, key=lambda path: (path / "config.yaml").stat().st_mtime, reverse=True)

@@ -14,15 +14,15 @@ from asyncrl.registry import search_working_directory
 from asyncrl.values import printable
 
 HELP = """\
-Check the machine and, with model.path and data.train, also the model and data of a run. Every line is
-"ok", a "warning", or an "error" that says what to do. Nothing is written or started, except that a
-hub model is downloaded and a sandbox is started briefly. OVERRIDES are those of asyncrl train.
+Check the machine and, with model.path and data.train, also the model and data of a run. Each line
+reports "ok", a "warning", or an "error" that says what to do. Nothing is written or started, except that
+a hub model is downloaded and a sandbox is started briefly. OVERRIDES work as in asyncrl train.
 
   asyncrl doctor                                       the machine
   asyncrl doctor experiment=calculator                 the machine and the demo
   asyncrl doctor model.path=DIR data.train=FILE        the machine, your model and data
 
-The exit code is 0 without errors, and 2 otherwise.
+The exit code is 0 if there are no errors, and 2 otherwise.
 """
 TEXT_COLUMN = 24  # column at which the texts begin
 NO_MODEL = ["model.path=none", "data.train=none"]  # Overrides for checks that need neither model nor data.
@@ -57,8 +57,11 @@ def main(argv: list[str]) -> int:
             print(fit_terminal(indented_lines, sys.stdout, hanging_indent=0))
         levels.append(level)
 
-    counts = ", ".join(f"{levels.count(level)} {level}" for level in ("ok", "warning", "error", "skipped"))
-    print(f"\n{counts}")
+    counts = {level: levels.count(level) for level in ("ok", "warning", "error", "skipped")}
+    plurals = {
+        level: "s" if count != 1 and level in ("warning", "error") else "" for level, count in counts.items()
+    }
+    print("\n" + ", ".join(f"{count} {level}{plurals[level]}" for level, count in counts.items()))
 
     if checks is MACHINE_CHECKS:
         print("only the machine was checked; set model.path and data.train to check your model and data")

@@ -39,17 +39,18 @@ from asyncrl.registry import search_working_directory
 from asyncrl.values import printable
 
 HELP = """\
-Evaluate a model: the episodes, tools, environments and rewards of training, without training.
+Evaluate a model with the episodes, tools, environments and rewards of training, but without training.
 
   asyncrl eval MODEL data=FILE.parquet rollout.reward=math       MODEL: a directory, or owner/name on the hub
   asyncrl eval runs/demo/checkpoints/step-200                    with the configuration of its run
   asyncrl eval demo validation.episodes=8                        newest checkpoint of a run; mean@8, pass@8
   asyncrl eval demo --baseline runs/demo/checkpoints/step-50     compared with another model
-  asyncrl eval MODEL experiment=calculator engine=sglang         OVERRIDES are those of asyncrl train
+  asyncrl eval MODEL experiment=calculator engine=sglang         OVERRIDES work as in asyncrl train
 
-After a crash, run the same command to continue; once the result exists, the command only prints it.
-`data=` is short for `data.test=`; all rows are used, or the first `samples=N`, `episodes=K` times each. The
-episodes form their own run: asyncrl runs transcripts NAME. The numbers: docs/guides/after_a_run.md."""
+After a crash, run the same command again to continue; once there is a result, the command only prints it.
+`data=` is short for `data.test=`. All rows are used, or only the first N with `samples=N`; with `episodes=K`,
+each row is answered K times. The episodes form their own run, which `asyncrl runs transcripts NAME` shows.
+docs/guides/after_a_run.md explains the numbers."""
 
 EVALUATION = "evaluation.json"
 ALL_SAMPLES = "validation.samples=1000000000"
@@ -99,11 +100,15 @@ def main(argv: list[str]) -> int:
 
 
 def argument_parser(name: str, text: str) -> argparse.ArgumentParser:
-    parser = command_parser(name, text, "parent of run directories, including the new one")
+    parser = command_parser(
+        name, text, "directory that contains the run directories, including the new run's"
+    )
     parser.add_argument("model", help="a model, a checkpoint of a run, or a run")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
     parser.add_argument("--config-dir", type=Path, help="directory with your own configuration groups")
-    parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything and print the plan; start nothing"
+    )
     parser.set_defaults(values={})  # calls from Python have some
     return parser
 
@@ -195,12 +200,12 @@ def configuration(target: Target, options: argparse.Namespace) -> RunConfig:
 
     if not config.data.test:
         raise ConfigError(
-            "data.test: nothing to evaluate on; set data=FILE, with the columns of asyncrl train"
+            "data.test: no data to evaluate on; set data=FILE, with the same columns as for asyncrl train"
         )
     if config.agents:
         raise ConfigError(
-            "agents: a checkpoint's export lacks the agents' adapters; see val-core/ in the metrics of the "
-            "run"
+            "agents: the model exported with a checkpoint does not contain the agents' adapters; see "
+            "val-core/ in the run's metrics instead"
         )
 
     from asyncrl.algorithms.recipe import imitates
@@ -299,7 +304,8 @@ def write_result(result: Result, baseline: Result | None = None) -> dict[str, di
     """Write evaluation.json in the run's directory, and return the numbers of the table."""
     if baseline is not None and baseline.data != result.data:
         raise ConfigError(
-            f"{baseline.run_dir}: evaluated on different samples than {result.run_dir}; use the same data=…"
+            f"{baseline.run_dir} and {result.run_dir} were evaluated on different samples; use the same "
+            "data=…"
         )
 
     metrics = summarize_metrics(result.numbers, baseline.numbers if baseline else {})

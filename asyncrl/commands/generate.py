@@ -28,12 +28,12 @@ Sample answers and write them to a file, one row per prompt.
   asyncrl generate demo out=answers.jsonl         the newest checkpoint of a run, with its configuration
   asyncrl generate MODEL data=FILE.jsonl out=answers.jsonl rollout.reward=none         without a reward
 
-All rows of the data are sampled, or the first `samples=N`, `episodes=N` times each.
-A row has data_source, prompt (messages), ground_truth (text, or JSON), and lists of one entry per episode:
-responses (the text of the last turn), conversations (all messages, as JSON), rewards, stop_reasons, tokens
-(that the model wrote). An episode that failed in every attempt has no response and no reward. After a crash,
-run the same command to continue.
-OVERRIDES are those of asyncrl train; asyncrl eval --help explains MODEL."""
+All rows of the data are used, or only the first N with `samples=N`; with `episodes=K`, each row is answered
+K times. A row of the file has data_source, prompt (messages), ground_truth (text, or JSON), and lists with
+one entry per episode: responses (the text of the last turn), conversations (all messages, as JSON), rewards,
+stop_reasons, and tokens (the number that the model wrote). An episode that failed in every attempt has no
+response and no reward. After a crash, run the same command again to continue.
+OVERRIDES work as in asyncrl train; asyncrl eval --help explains MODEL."""
 
 OUT_PREFIX = "out="
 COLUMNS = ("responses", "conversations", "rewards", "stop_reasons", "tokens")
@@ -54,10 +54,7 @@ def main(argv: list[str]) -> int:
 
     row_count = write_rows(out_path, _answer_rows(run_dir))
     sample_count = len(Samples.open(samples_path(run_dir, "test")))
-    print(
-        f"{out_path}: {row_count} prompts, "
-        f"{'all' if row_count == sample_count else f'the first of the {sample_count}'} in the data"
-    )
+    print(f"{out_path}: wrote answers to {row_count} of the {sample_count} prompts in the data")
     return 0
 
 

@@ -15,8 +15,8 @@ from asyncrl.isolation.unpacking import Bounds
 HELP = """\
 Manage the root file systems that sandboxes start from. Nothing is downloaded, and no Dockerfile is built.
 
-  asyncrl image import debian.tar                  a root file system, or what `docker save` and
-                                                   `skopeo copy … oci-archive:FILE` write, as "debian"
+  asyncrl image import debian.tar                  a root file system, or the output of `docker save`
+                                                   or `skopeo copy … oci-archive:FILE`, as "debian"
   asyncrl image import DIR --name task --over debian     only the files that differ
   docker save IMAGE | asyncrl image import - --name NAME
   asyncrl image list
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
     for bound in msgspec.structs.fields(Bounds):
         (unit,) = bound.type.__metadata__
-        text = f"import: fail above N {unit.description} (default: {bound.default})"
+        text = f"import: allow at most N {unit.description} (default: {bound.default})"
         parser.add_argument(f"--{bound.name}", type=int, default=bound.default, metavar="N", help=text)
     options = parser.parse_intermixed_args(argv)
 
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
 
     if options.action == "remove":
         is_removed = remove_image(options.source)
-        print(f"{options.source} was removed{'' if is_removed else '; its image has other names'}")
+        print(f"{options.source} was removed{'' if is_removed else '; the image still has other names'}")
         return 0
 
     bounds = Bounds(**{name: getattr(options, name) for name in Bounds.__struct_fields__})

@@ -1,7 +1,7 @@
 """Print a token with which one more worker or server can join an active run.
 
-Run this command on the machine of the run's launcher, as the same user. The token is a secret that works
-once, within 10 minutes:
+Run this command on the machine of the run's launcher, as the same user. The token is a secret; it works
+only once and expires after 10 minutes:
 
     asyncrl invite my-run | ssh other-machine 'cd /shared/work && asyncrl worker --join -'
     asyncrl invite my-run --role engine | ssh other-machine 'cd /shared/work && asyncrl worker --join -'
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         "--role",
         choices=(ROLLOUT, ENGINE),
         default=ROLLOUT,
-        help="what may join; engine: a server (default: %(default)s)",
+        help="what may join: a worker (rollout) or a server (engine) (default: %(default)s)",
     )
     options = parser.parse_intermixed_args(argv)
 
@@ -47,7 +47,8 @@ def main(argv: list[str]) -> int:
 
     if is_loopback(urlsplit(read_token(token).control).hostname or ""):
         text = (
-            "asyncrl: the run listens only on this machine (launch.host), so only local processes can join it"
+            "asyncrl: the run accepts connections only from this machine (launch.host), so only local "
+            "processes can join"
         )
         print(text, file=sys.stderr)
     print(token)

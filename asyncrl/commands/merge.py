@@ -20,7 +20,7 @@ Write a checkpoint as a Hugging Face directory for transformers, SGLang or vLLM,
   asyncrl merge demo model                                    the newest checkpoint of a run
   asyncrl merge runs/demo/checkpoints/step-200 model          this checkpoint; s3://… works as well
   asyncrl merge demo adapters --adapters apart                only adapters, in PEFT's format; with
-                                                              `agents`, a directory for each agent
+                                                              `agents`, one directory per agent
 
 All files are verified against the checksums of the checkpoint."""
 
@@ -28,7 +28,7 @@ All files are verified against the checksums of the checkpoint."""
 def main(argv: list[str]) -> int:
     parser = command_parser("merge", HELP)
     parser.add_argument("checkpoint", help="a checkpoint, or a run")
-    parser.add_argument("out", type=Path, help="output directory; must not exist")
+    parser.add_argument("out", type=Path, help="output directory, which must not exist yet")
     parser.add_argument(
         "--adapters",
         choices=("merged", "apart"),
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
     checkpoints, step, run_dir = find_checkpoint(options.checkpoint, options.run_dir)
     if damage := checkpoints.find_damage(step):
-        raise ConfigError(f"{checkpoints.file_path(step)}: cannot be used: {damage}")
+        raise ConfigError(f"{checkpoints.file_path(step)}: the checkpoint cannot be used: {damage}")
 
     work_directory = options.out.with_name(f"{options.out.name}.writing")
     shutil.rmtree(work_directory, ignore_errors=True)  # left by a command that was killed
@@ -64,7 +64,9 @@ def main(argv: list[str]) -> int:
         work_directory.rename(options.out)
     finally:
         shutil.rmtree(work_directory, ignore_errors=True)
-    print(f"{options.out}: the {'adapters' if options.adapters == 'apart' else 'model'} of step {step}")
+    print(
+        f"{options.out}: wrote the {'adapters' if options.adapters == 'apart' else 'model'} from step {step}"
+    )
     return 0
 
 
@@ -98,7 +100,10 @@ def _copy_export(checkpoints: Checkpoints, step: int, out: Path) -> None:
     export_prefix = "hf/"
     names = [name for name in checkpoints.manifest(step).files if name.startswith(export_prefix)]
     if not names:
-        raise ConfigError(f"{checkpoints.file_path(step)}: no model in its folder {export_prefix}")
+        raise ConfigError(
+            f"{checkpoints.file_path(step)}: the checkpoint has no model in {export_prefix}; use another "
+            "checkpoint"
+        )
     for name in names:
         with (
             checkpoints.open_file(step, name) as source,

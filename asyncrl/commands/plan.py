@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from asyncrl.planning.simulator import Recorded, Workload
 
 HELP = """\
-Find the bottleneck of a run, and predict the effect of other settings by simulating from its measurements.
+Find the bottleneck of a run, and predict the effect of other settings by simulation from its measurements.
 
   asyncrl plan demo                         a run, which may still be running
   asyncrl plan demo rollout.slots=128       the same run with other keys
@@ -39,7 +39,7 @@ Find the bottleneck of a run, and predict the effect of other settings by simula
   asyncrl plan demo --tail 2                long responses and slow tools twice as far from the median
   asyncrl plan experiment=calculator        no run yet: first measures two short runs, one with fewer slots
 
-See docs/guides/scale.md for the assumptions, and for how far predictions were off."""
+See docs/guides/scale.md for the assumptions, and for the accuracy of past predictions."""
 
 Keys = dict[str, int]
 SLOTS_KEY = "rollout.slots"
@@ -95,7 +95,8 @@ class Measurements(msgspec.Struct, frozen=True):
         sampling = _concurrent_episodes(spans, config)
         if not tokens or not sampling:
             raise ConfigError(
-                f"{run_dir}: no sampled turns recorded; let the run continue, or name another run"
+                f"{run_dir}: the run has not recorded any sampled turns yet; let the run continue, or "
+                "name another run"
             )
 
         # The newest checkpoint has the size of weights and optimizer.
@@ -127,8 +128,14 @@ def main(argv: list[str]) -> int:
         default=0,
         help="total devices for engines and trainer (default: as in the run)",
     )
-    parser.add_argument("--shift", type=float, help="seconds for switching both ways (default: estimated)")
-    parser.add_argument("--tail", type=float, default=1.0, help="multiply durations above the median by this")
+    parser.add_argument(
+        "--shift",
+        type=float,
+        help="seconds to switch the devices to the trainer and back (default: estimated)",
+    )
+    parser.add_argument(
+        "--tail", type=float, default=1.0, help="stretch durations above the median by this factor"
+    )
     parser.add_argument(
         "--config-dir", type=Path, help="directory with your own configuration groups, for a probe"
     )
@@ -162,7 +169,7 @@ def main(argv: list[str]) -> int:
     )
 
     if options.shift is not None:
-        rates = replace(rates, shift_s=options.shift, shift_source="as given by --shift")
+        rates = replace(rates, shift_s=options.shift, shift_source="set by --shift")
     if options.tail != 1:
         rates = replace(rates, recorded=stretch_tail(rates.recorded, options.tail))
 
@@ -210,7 +217,7 @@ def probe(config: RunConfig) -> list[Measurements]:
             run_dir = Path(probe_directory) / name
             if exit_code:
                 cleanup.pop_all()
-                raise AsyncrlError(f"the probe failed; logs: {run_dir / 'logs'}")
+                raise AsyncrlError(f"the probe failed; see {run_dir / 'logs'}")
             measurements.append(Measurements.read_run(run_dir, recompose(run_dir, [])))
         return measurements
 
@@ -387,19 +394,17 @@ def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested
             + "".join(f"{getattr(forecast, name):>z12{number_format}}" for forecast in columns.values())
         )
     assumed_note = (
-        "\n(the split of a token's time is assumed, because the load hardly varied: name a second run with "
-        "other\n"
-        "slots, or measure a probe)"
+        "\n(the two parts of a token's time are assumed, because the load hardly varied; name a second run "
+        "with\nother slots, or measure a probe)"
     )
     print(
-        f"\nmeasured: {len(rates.recorded)} groups; a token takes {1e3 * rates.base:.3g} ms + "
-        f"{1e3 * rates.slope:.3g} ms per episode sampling on its engine;\n"
-        f"an episode takes {1e3 * rates.episode_s:.3g} ms of training on one rank, a step "
-        f"{rates.commit_s:.3g} s "
-        f"more, a push {rates.publish_s:.3g} s{assumed_note * rates.assumed}"
+        f"\nmeasured on {len(rates.recorded)} groups: a token takes {1e3 * rates.base:.3g} ms, plus "
+        f"{1e3 * rates.slope:.3g} ms per episode that its engine is sampling;\n"
+        f"training takes {1e3 * rates.episode_s:.3g} ms per episode on one rank, plus {rates.commit_s:.3g} s "
+        f"per step; a push takes {rates.publish_s:.3g} s{assumed_note * rates.assumed}"
     )
 
-    print("\nstep time saved by doubling the amount or the speed of each part:")
+    print("\nstep time saved by doubling the number or the speed of each part:")
     print("  " + ", ".join(f"{name} {fraction:z.0%}" for name, fraction in saved_fractions))
     limiting_part, largest_saving = saved_fractions[0]
     print(f"bottleneck: {limiting_part if largest_saving > SIMILAR_FRACTION else 'no single part'}")
@@ -446,10 +451,9 @@ def print_sharing(config: RunConfig, rates: Rates, devices: int) -> Keys | None:
     print_progress(f"comparing splits and shifts on up to {devices} devices")
     sampling_seconds, training_seconds = batch_seconds(work(1, 1))
     print(
-        "\napart (engines+ranks), or by shifts on the same devices; a batch takes one engine "
-        f"{sampling_seconds:.3g} s, one "
-        f"rank {training_seconds:.3g} s,\nboth device changes {rates.shift_s:.3g} s "
-        f"({rates.shift_source}):\n"
+        "\napart (engines+ranks), or by shifts on the same devices; a batch takes "
+        f"{sampling_seconds:.3g} s on one engine and {training_seconds:.3g} s on one rank,\n"
+        f"and the two device changes take {rates.shift_s:.3g} s ({rates.shift_source}):\n"
         f"devices   apart{FIGURES_HEADER} |    by shifts{FIGURES_HEADER} | elastic, at best"
     )
 

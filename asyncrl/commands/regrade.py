@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 MAX_CONCURRENT = 32  # Episodes that are scored at once.
 
 HELP = """\
-Score recorded episodes with another reward, and compare the scores, the advantages, and how many
-groups would have had a learning signal (members with different scores).
+Score recorded episodes with another reward, and compare the scores, the advantages, and the number of
+groups with a learning signal (members with different scores).
 
   asyncrl regrade demo --reward my_reward.py:compute_score
   asyncrl regrade demo --reward '{exact: {}, final_number: {weight: 0.1}}' --steps 40..60
   asyncrl regrade demo --reward final_number --out regraded.parquet algorithm.advantage=rloo
 
-OVERRIDES are keys, as in `asyncrl train`, applied to the run's configuration. Episodes whose turns are no
-longer stored are left out (store.keep_bytes)."""
+OVERRIDES change keys of the run's configuration, as in `asyncrl train`. Episodes whose turns are no longer
+stored are left out (see store.keep_bytes)."""
 
 
 class Row(msgspec.Struct):
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         "--reward", required=True, help="a reward as in rollout.reward: a name, a function, or a mapping"
     )
     parser.add_argument(
-        "--steps", type=_parse_steps, default=(0, sys.maxsize), help="steps A..B (default: all)"
+        "--steps", type=_parse_steps, default=(0, sys.maxsize), help="step N, or steps A..B (default: all)"
     )
     parser.add_argument("--out", type=Path, help="write one row per episode to FILE.parquet or FILE.jsonl")
     options = parser.parse_intermixed_args(argv)
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
 def _parse_steps(text: str) -> tuple[int, int]:
     first, dots, last = text.partition("..")
     if not first.isdigit() or (dots and not last.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a range A..B, such as 40..60, nor a step")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a step nor a range of steps such as 40..60")
     return int(first), int(last or first)
 
 
@@ -229,21 +229,23 @@ def _print_comparison(rows: Sequence[Row], problems: Sequence[str]) -> None:
     ]
 
     taught_counts = [sum(getattr(row, name) for row in groups.values()) for name in ("taught", "teaches")]
-    print(f"{len(rows)} episodes in {len({row.group for row in rows})} groups rescored")
+    print(f"rescored {len(rows)} episodes in {len({row.group for row in rows})} groups")
     print(f"{'':32} {'recorded':>12} {'regraded':>12}")
     recorded_mean = fmean(recorded for recorded, _ in scores)
     regraded_mean = fmean(regraded for _, regraded in scores)
-    print(f"{'score, mean':32} {recorded_mean:>12.4f} {regraded_mean:>12.4f}")
+    print(f"{'mean score':32} {recorded_mean:>12.4f} {regraded_mean:>12.4f}")
 
     if groups:
         counts_text = " ".join(f"{count:>6} {count / len(groups):>5.0%}" for count in taught_counts)
-        print(f"{f'groups with a signal, of {len(groups)}':32} {counts_text}")
+        print(f"{f'groups with a signal (of {len(groups)})':32} {counts_text}")
     if advantages:
         sizes_text = " ".join(f"{fmean(abs(pair[index]) for pair in advantages):>12.4f}" for index in (0, 1))
         print(f"{'mean |advantage| before scaling':32} {sizes_text}")
-    print(f"correlation of scores {_correlation(scores)}, of advantages {_correlation(advantages)}")
+    print(f"correlation: scores {_correlation(scores)}, advantages {_correlation(advantages)}")
     if problems:
-        print(printable(f"{len(problems)} episodes could not be scored; the last: {problems[-1]}"))
+        print(
+            printable(f"episodes that could not be scored: {len(problems)}; the last error: {problems[-1]}")
+        )
 
 
 def _correlation(pairs: Sequence[tuple[float, float]]) -> str:

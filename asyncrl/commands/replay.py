@@ -33,12 +33,12 @@ COMPARED_PREFIXES = (
 HELP = """\
 Repeat a recorded training step outside the run, and print recorded and new values side by side:
 
-  asyncrl replay demo --step 57                                       from the newest checkpoint before it
+  asyncrl replay demo --step 57                                       start at the checkpoint before step 57
   asyncrl replay demo --step 57 algorithm.loss=ppo algorithm.prox=mu  the same data with another loss
   asyncrl replay demo --step 57 trainer.lr=1e-5 model.device=cpu
 
-OVERRIDES are keys, as in `asyncrl train`, applied to the run's configuration from the checkpoint
-onward. Without overrides, on one CPU rank of the same machine, loss and gradient norm are bit-identical."""
+OVERRIDES change keys of the run's configuration from the checkpoint onward, as in `asyncrl train`. Without
+overrides, on one CPU rank and the same machine, the loss and the gradient norm are bit-identical."""
 
 
 def main(argv: list[str]) -> int:
@@ -83,8 +83,8 @@ def main(argv: list[str]) -> int:
     ]
     differing_names = [name for name in shared_names if recorded_row[name] != replayed_row[name]]
     print(
-        f"{len(shared_names) - len(differing_names)} of {len(shared_names)} metrics of the last step match "
-        "the record"
+        f"{len(shared_names) - len(differing_names)} of {len(shared_names)} metrics from the last step "
+        "match the record"
     )
     for name in differing_names:
         print(f"  {name}: {recorded_row[name]:.6g} recorded, {replayed_row[name]:.6g} replayed")
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
         launch_at(launches, step).step: launch_at(launches, step).config for step in steps
     }.items():
         if changed_keys := describe_differences(launch_config, config_tree(config)):
-            print(f"steps after {first_step} were trained with other keys: {changed_keys}")
+            print(f"steps after {first_step} were trained with different settings: {changed_keys}")
     return 0
 
 

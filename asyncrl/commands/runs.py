@@ -16,15 +16,15 @@ from asyncrl.values import printable
 
 def main(argv: list[str]) -> int:
     parser = command_parser(
-        "runs", "List runs, show the summary or transcripts of a run, or restore its run.db."
+        "runs", "List runs, show a run's summary or transcripts, or restore a run's run.db."
     )
     parser.add_argument("action", choices=("list", "show", "transcripts", "restore"))
-    parser.add_argument("name", nargs="?", default="", help="run to show (default: the newest)")
+    parser.add_argument("name", nargs="?", default="", help="name of the run (default: the newest)")
     parser.add_argument(
         "--of", choices=("validation", "training"), default="validation", help="kind of transcripts"
     )
     parser.add_argument("--all", action="store_true", help="also show diagnostics")
-    parser.add_argument("--step", type=int, help="transcripts of this step (default: the last)")
+    parser.add_argument("--step", type=int, help="show transcripts from this step (default: the last)")
     options = parser.parse_intermixed_args(argv)
 
     if options.action == "list":
@@ -42,9 +42,9 @@ def restore_database(directory: Path, name: str) -> int:
     from asyncrl.store import copies
 
     if not name:
-        raise ConfigError("runs restore: name the run")
+        raise ConfigError("runs restore: name the run to restore")
     with lock_directory(run_dir := find_run(directory, name), "run_dir"):
-        print(*copies.restore_newest(run_dir), "resume=auto continues from here", sep="\n")
+        print(*copies.restore_newest(run_dir), "resume=auto continues from this copy", sep="\n")
     return 0
 
 
@@ -81,7 +81,7 @@ def show_summary(directory: Path, name: str, everything: bool = False) -> int:
     if not summary:
         raise ConfigError(f"{path}: no summary.json; the run is still running, or was killed")
     if "flow" not in summary:
-        raise ConfigError(f"{path / 'summary.json'}: not the summary of a run")
+        raise ConfigError(f"{path / 'summary.json'}: the file is not a run's summary")
     from asyncrl.observe.table import print_summary
 
     print_summary(summary, path, everything=everything)
@@ -100,7 +100,7 @@ def print_transcripts(run_dir: Path, kind: str, step: int | None) -> int:
     if chosen_step not in steps:
         steps_text = ", ".join(map(str, sorted(steps)))
         raise ConfigError(
-            f"{run_dir}: no {kind} transcripts of step {chosen_step}; steps with transcripts: {steps_text}"
+            f"{run_dir}: no {kind} transcripts from step {chosen_step}; steps with transcripts: {steps_text}"
         )
 
     for entry in read_lines(steps[chosen_step]):

@@ -56,7 +56,7 @@ def describe_ending(run_dir: Path) -> str:
     if launcher_lives(run_dir):
         return ""
     return (
-        "killed: the launcher is gone without recording an outcome; resume=auto continues from the last "
+        "killed: the launcher exited without recording an outcome; resume=auto continues from the last "
         "checkpoint"
     )
 

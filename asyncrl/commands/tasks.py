@@ -67,12 +67,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("action", choices=("check",))
     parser.add_argument("directory", help="a task folder, or a directory of task folders")
     parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="number of tasks checked at once"
+        "--jobs", type=int, default=os.cpu_count() or 1, help="number of tasks to check at once"
     )
     parser.add_argument(
-        "--repeats", type=int, default=1, help="runs of the tests; 2 or more can reveal flaky tests"
+        "--repeats",
+        type=int,
+        default=1,
+        help="number of times to run the tests; 2 or more can reveal flaky tests",
     )
-    parser.add_argument("--json", action="store_true", help="print a line of JSON per task")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON per task")
     arguments = parser.parse_args(argv)
 
     if min(arguments.jobs, arguments.repeats) < 1:
@@ -121,7 +124,7 @@ async def try_task(folder: TaskFolder, judge: JudgedByTests, repeats: int) -> Tr
     """Judge a task without changes, and with the changes of its solution, `repeats` times each."""
     trial = Trial(printable(shorten_to_line(folder.task.name)))
     if not folder.tests.named:
-        trial.warnings.append(f"no tests are named: {UNNAMED_TESTS}")
+        trial.warnings.append(f"the task names no tests: {UNNAMED_TESTS}")
     sample = read_question(RowOrigin(str(folder.path), 0), folder.row, RowLayout())
     for variant, scores in (("untouched", trial.untouched), ("solved", trial.solved)):
         try:
@@ -172,7 +175,7 @@ async def run_solution(folder: TaskFolder, trial: Trial, sandbox: TaskSandbox) -
     """Run the task's solution. Raises ConfigError if the task has none."""
     solution_folder = folder.path / "solution"
     if not (solution_folder / "solve.sh").is_file():
-        raise ConfigError("without solution/solve.sh, the task cannot be shown to be solvable")
+        raise ConfigError("solution/solve.sh is missing, so the check cannot show that the task is solvable")
     await sandbox.jail.apply_changes(pack_entries(pack_directory(solution_folder, "solution/solve.sh")))
 
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in folder.solution.items())
@@ -182,6 +185,8 @@ async def run_solution(folder: TaskFolder, trial: Trial, sandbox: TaskSandbox) -
 
     if result.ending is not RunEnding.DONE:
         output_end = " ".join(result.output.split())[-SHOWN_OUTPUT:]
-        trial.add_fault(f"solution/solve.sh {result.ending} with {result.status}: {output_end}")
+        trial.add_fault(
+            f"solution/solve.sh did not succeed ({result.ending}, exit status {result.status}): {output_end}"
+        )
     if await sandbox.count_unreached():
         trial.network.append("solution")

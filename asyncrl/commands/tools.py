@@ -30,22 +30,22 @@ def main(argv: list[str]) -> int:
         prog="asyncrl tools",
         description=(
             "list [SPEC...]: show the name, parameters, description and options of each tool. call SPEC "
-            "[JSON]: open a tool, call it once with these arguments and print the reply. SPEC: a name, "
-            "module:attribute, file.py:attribute or folder, as in rollout.tools."
+            "[JSON]: open a tool, call the tool once with these arguments and print the reply. SPEC: a "
+            "name, module:attribute, file.py:attribute or folder, as in rollout.tools."
         ),
     )
     parser.add_argument("action", choices=("list", "call"))
     parser.add_argument("specs", nargs="*", metavar="SPEC", help="tools to list (default: all)")
-    parser.add_argument("--name", default="", help="call: name of the tool, if SPEC contains several")
+    parser.add_argument("--name", default="", help="call: name of the tool, if SPEC contains several tools")
     parser.add_argument(
-        "--sample", type=Path, help="call: JSON file of the sample with which to open the tool"
+        "--sample", type=Path, help="call: JSON file with the sample for which to open the tool"
     )
     parser.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="option of the factory that creates the tools",
+        help="option for the factory that creates the tools",
     )
     options = parser.parse_intermixed_args(argv)
 
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         return list_tools(options.specs, arguments)
 
     if len(options.specs) not in (1, 2):
-        parser.error("call needs a SPEC and a JSON object, quoted as one word")
+        parser.error("call takes a SPEC and a JSON object with the arguments, quoted as one word")
     spec, text = (*options.specs, "{}")[:2]
     return call_once(spec, text, arguments, options.name, options.sample)
 

@@ -13,23 +13,23 @@ from asyncrl.errors import MissingKeyError
 from asyncrl.registry import search_working_directory
 
 HELP = """\
-Train a run. OVERRIDES are Hydra's: key=value, or group=choice for a file in configs/.
+Train a model. OVERRIDES use Hydra's syntax: key=value, or group=choice for a file in configs/.
 
-  asyncrl train model.path=DIR data.train=FILE.parquet   your own; the defaults suit 0.5B to 8B models
+  asyncrl train model.path=DIR data.train=FILE.parquet   your own data; the defaults suit 0.5B to 8B models
   asyncrl train experiment=calculator                    a small model learns to use a calculator, on a CPU
   asyncrl train experiment=calculator --dry-run          check everything; print the plan
   asyncrl train experiment=calculator name=first total_steps=20                a short run in runs/first
-  asyncrl train experiment=calculator name=first total_steps=40 resume=auto    continue it
-  asyncrl train --config-dir mine experiment=maze        mine/experiment/maze.yaml
+  asyncrl train experiment=calculator name=first total_steps=40 resume=auto    continue that run
+  asyncrl train --config-dir mine experiment=maze        read mine/experiment/maze.yaml
 
 Add to any of these:
-  buffer.max_staleness=0                                 synchronous
+  buffer.max_staleness=0                                 train synchronously
   algorithm=rloo rollout.workers=2 trainer.ranks=2
-  launch=ray launch.ray_address=auto                     roles as Ray actors
+  launch=ray launch.ray_address=auto                     run the roles as Ray actors
 
-Common keys (all of them, with bounds and meaning: docs/reference/configuration.md):
+Common keys (docs/reference/configuration.md lists all keys with their bounds and meanings):
   name, run_dir, resume        location of the run; resume=auto continues from the last checkpoint
-  total_steps, seed            batches to train; seed of data order and sampling
+  total_steps, seed            batches to train; seed for data order and sampling
   model.path, data.train       a Hugging Face model directory or hub repository; data with verl's columns, or
   data.columns                 others: 'data.columns={prompt: question, ground_truth: answer}'
   rollout.tools, rollout.reward        names, module:function or file.py:function
@@ -44,7 +44,7 @@ asyncrl: model.path is not set. Three ways to start:
   your own model and data      asyncrl train model.path=DIR data.train=FILE.parquet
   an example to start from     asyncrl train --config-dir examples/multiturn/search_qa experiment=search_qa
 
-docs/reference/configuration.md lists all keys, examples/multiturn/README.md all examples."""
+docs/reference/configuration.md lists all keys, and examples/multiturn/README.md lists all examples."""
 
 
 def main(

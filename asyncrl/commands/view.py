@@ -24,8 +24,8 @@ Show a run in the browser: summary, curves, episodes token by token, and the tim
   asyncrl view demo --html run.html one file that opens without a server; exit code 1 if the
                                     episode counts of a run do not add up
 
-The page is served on 127.0.0.1 until Ctrl-C, read-only, to anyone with the address and its random token.
-From another machine: ssh -C -L 8765:127.0.0.1:8765 HOST, with --port 8765."""
+The page is read-only. It is served on 127.0.0.1 until Ctrl-C, to anyone who has the address with its random
+token. To view it from another machine, use --port 8765 and run ssh -C -L 8765:127.0.0.1:8765 HOST there."""
 
 
 def main(argv: list[str]) -> int:
@@ -33,13 +33,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "runs", nargs="*", metavar="RUN", help="names or directories of runs (default: the newest)"
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page to a file instead")
-    parser.add_argument("--port", type=int, default=0, help="port of the page (default: a free port)")
-    parser.add_argument("--open", action="store_true", help="also open the browser")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the page to FILE instead of serving it"
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, help="port to serve the page on (default: a free port)"
+    )
+    parser.add_argument("--open", action="store_true", help="also open the page in the browser")
     options = parser.parse_intermixed_args(argv)
 
     if not 0 <= options.port < 1 << 16:
-        raise ConfigError(f"--port {options.port}: use a port from 1 to 65535, or 0 for a free one")
+        raise ConfigError(f"--port {options.port}: use a port from 1 to 65535, or 0 for any free port")
     paths = [find_run(options.run_dir, name) for name in options.runs or [""]]
     from asyncrl.viewer.page import write_page
     from asyncrl.viewer.views import Views
@@ -65,7 +69,8 @@ async def _serve(views: Views, port: int, open_browser: bool) -> None:
     except OSError as error:
         await server.close()
         raise ConfigError(
-            f"--port {port}: cannot be used ({one_line(error)}); use another port, or omit the option"
+            f"--port {port}: the port cannot be used ({one_line(error)}); use another port, or omit the "
+            "option"
         ) from None
     print(f"{server.url}\nPress Ctrl-C to stop", flush=True)
     try:

@@ -1,13 +1,14 @@
 """Join an active run as one more rollout worker, or as the supervisor of one more server, on this or another
 machine, until stopped.
 
-`asyncrl invite` prints the token. `--join -` reads the token from standard input, because other users of a
-machine can see arguments. The model and plug-ins must be at the same paths as for the other workers, and so
-must the weights if `weights.directory` is a path. After SIGTERM or Ctrl-C the worker leaves, and other
+`asyncrl invite` prints the token. With `--join -`, the token is read from standard input, because other users
+of a machine can see arguments. The model and plug-ins must be at the same paths as for the other workers, and
+so must the weights if `weights.directory` is a path. After SIGTERM or Ctrl-C the worker leaves, and other
 workers continue its episodes from the last turn of each episode. The exit code is 0 when the worker has left
 or the run has ended.
 
-With a token of `asyncrl invite --role engine`, this command starts a server or attaches the one at --url.
+With a token from `asyncrl invite --role engine`, this command starts a server, or attaches the server at
+--url.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ def main(argv: list[str]) -> int:
     from asyncrl.launch.process import ProcessSpec
     from asyncrl.wire.enrolment import enrol
 
-    parser = command_parser("worker", __doc__, "parent of this worker's directory")
+    parser = command_parser("worker", __doc__, "directory in which to create this worker's directory")
     parser.add_argument(
         "--join",
         required=True,
         metavar="TOKEN",
-        help="token printed by asyncrl invite; - reads standard input",
+        help="token printed by asyncrl invite; - reads the token from standard input",
     )
-    parser.add_argument("--url", default="", help="URL of an already running server, as seen by the workers")
+    parser.add_argument(
+        "--url", default="", help="URL at which the workers reach a server that is already running"
+    )
     options = parser.parse_args(argv)
 
     token = sys.stdin.readline() if options.join == "-" else options.join
@@ -85,14 +88,15 @@ def run_configuration(enrolled: Enrolled) -> RunConfig:
     configuration."""
     if enrolled.version != asyncrl.__version__:
         raise ConfigError(
-            f"the run uses asyncrl {enrolled.version}, but this is {asyncrl.__version__}; install the same "
-            "version here"
+            f"the run uses asyncrl {enrolled.version}, but this machine has {asyncrl.__version__}; "
+            "install the run's version here"
         )
     try:
         return msgspec.json.decode(enrolled.config, type=RunConfig)
     except UNDECODABLE as error:
         raise ConfigError(
-            f"the run's configuration cannot be read here ({error}); install the version that the run uses"
+            f"the run's configuration cannot be read here ({error}); install the version of asyncrl that the "
+            "run uses"
         ) from None
 
 
@@ -100,7 +104,9 @@ def with_server(config: RunConfig, url: str) -> RunConfig:
     """Configure only one server: at `url`, or to be started. Raises ConfigError if the server cannot be
     used."""
     if url.rstrip("/") in [engine_url.rstrip("/") for engine_url in config.engine.urls]:
-        raise ConfigError(f"--url: the run already uses the server {url}, which is in engine.urls")
+        raise ConfigError(
+            f"--url: the run already uses the server {url}, which engine.urls lists; pass another URL"
+        )
     config = replace(config, engine=replace(config.engine, urls=[url] if url else []))
     check_servers(replace(config, scorers={}))  # Scorers and their models are on other machines.
     return config

@@ -354,7 +354,7 @@ def _advice_for_key(key: str) -> str:
 
     groups = _group_names()
     if key in groups:
-        return f"the file for {key}=… has no line `# @package _global_` at its top, or contains no keys"
+        return f"the file for {key}=… does not begin with the line `# @package _global_`, or contains no keys"
 
     verl_keys = {name: row for names, *row in verl_rows() for name in names.split(", ")}
     row = verl_keys.get(key) or verl_keys.get(f"actor_rollout_ref.{key}")

@@ -12,10 +12,10 @@ AgentName = Annotated[str, Meta(pattern=r"^[\w-]+$")]
 
 
 class AgentConfig(Section, frozen=True):
-    """An agent with an adapter of its own."""
+    """An agent that has its own adapter."""
 
     lora_rank: Positive
-    """Rank of the adapter, which is scaled by model.lora_alpha / this rank."""
+    """Rank of the adapter. The adapter is scaled by model.lora_alpha divided by this rank."""
 
 
 class RolloutConfig(Section, frozen=True):
@@ -24,38 +24,39 @@ class RolloutConfig(Section, frozen=True):
     workers: Positive = 1
     """Number of rollout worker processes."""
     slots: Positive = 64
-    """Episodes that one worker runs at once."""
+    """Number of episodes that one worker runs at once."""
     temperature: Annotated[float, Meta(gt=0)] = 1.0
-    """Sampling temperature of training episodes. Training uses no top-p or top-k, so that recorded log-probs
-    are those of the sampled distribution."""
+    """Sampling temperature of training episodes. Training uses neither top-p nor top-k, so that recorded
+    log-probs match the sampling distribution."""
     max_new_tokens: Positive = 1024
-    """Token limit of one turn."""
+    """Token limit for one turn."""
     max_tokens: Positive = 4096
-    """Token limit of a row, including prompt and tool replies. An episode has one row, unless its history is
-    rewritten or branches."""
+    """Token limit for a row, including the prompt and tool replies. An episode has one row, unless its
+    history is rewritten or branches."""
     max_turns: Positive = 16
     """Maximum number of model turns in an episode."""
     max_calls: Positive = 64
     """Maximum number of tool calls in an episode."""
     max_bad_calls: Positive = 3
-    """Consecutive bad tool calls (malformed, unknown tool, wrong arguments) after which an episode ends."""
+    """Number of consecutive bad tool calls (malformed, unknown tool, wrong arguments) after which an episode
+    ends."""
     max_reply_tokens: Positive = 2048
-    """Token limit of a tool reply or an environment message; longer texts are cut."""
+    """Token limit for a tool reply or an environment message; longer texts are shortened."""
     cut_replies: Literal["head", "middle", "tail"] = "middle"
-    """Part that is cut out of an overlong tool reply."""
+    """Part of an overlong tool reply that is cut out."""
     history: Literal["append", "fork", "fold"] = "append"
-    """If a chat template rewrites earlier turns, `append` refuses the template, but `fork` and `fold` begin a
-    new row. A full row ends the episode; with `fold`, the episode continues in a new row without the oldest
-    tool replies."""
+    """If a chat template rewrites earlier turns, `append` refuses the template, but `fork` and `fold` start
+    a new row. A full row ends the episode; with `fold`, the episode continues in a new row without the
+    oldest tool replies."""
     max_rows: Positive = 8
-    """Maximum rows of one episode, with `history=fork`, `history=fold` or an agent."""
+    """Maximum number of rows in an episode, with `history=fork`, `history=fold` or an agent."""
     tools: list[PathText] = []
     """Tools: registered names, `module:function`, `file.py:function`, or a folder of such files."""
     tool_args: dict[str, Options] = {}
-    """Constructor arguments by tool, e.g. `{calculator: {latency_mean: 0.3}}`."""
+    """Constructor arguments for each tool, e.g. `{calculator: {latency_mean: 0.3}}`."""
     tool_timeout: Seconds = 30.0
-    """Deadline for one tool call, after which the episode continues with an error reply, and for one
-    environment step, unless the tool or environment sets its own deadline."""
+    """Deadline for one tool call or environment step, unless the tool or environment sets its own deadline.
+    After a tool call that misses the deadline, the episode continues with an error reply."""
     parser: str = "hermes"
     """Format of the model's tool calls."""
     environment: Plugin = ""
@@ -68,11 +69,11 @@ class RolloutConfig(Section, frozen=True):
     empty: the worker runs the episode turn by turn."""
     agent_address: Text = "127.0.0.1"
     """Address on which each worker listens for agents, or a name that each machine resolves to its own
-    address. Use addresses other than 127.0.0.1 in private networks only: nothing is encrypted."""
+    address. Use addresses other than 127.0.0.1 only in private networks, because nothing is encrypted."""
     untrained_agents: list[PathText] = []
-    """Requests of an agent whose turns are not trained (titles, commit messages): names or globs of their
-    `model`, or a function of the request, `module:function` or `file.py:function`. These requests have their
-    own limits, as large as `max_turns` and `max_rows`."""
+    """Agent requests whose turns are not used for training (titles, commit messages): names or globs of
+    their `model`, or a function of the request, `module:function` or `file.py:function`. These requests have
+    separate limits, equal to `max_turns` and `max_rows`."""
     reward: Plugin = "final_number"
     """Reward function (with verl's signature, or called with one trajectory): a name, `module:function` or
     `file.py:function`; or several of these, e.g. `{gsm8k: {}, format: {weight: 0.2}}`."""
@@ -80,13 +81,13 @@ class RolloutConfig(Section, frozen=True):
     """Deadline for one reward call, after which the episode fails with `reward_error`."""
     part_seconds: Seconds = 60.0
     """A turn that takes longer is saved in parts of this many seconds, so that a lost worker loses less than
-    one part. A value above `episode_timeout` turns this off."""
+    one part. A value above `episode_timeout` turns parts off."""
     episode_timeout: Seconds = 600.0
-    """Time limit of one episode, which then ends and is scored, or fails if no turn has finished. An episode
-    that continues after the loss of its worker has the remaining time."""
+    """Time limit for one episode, after which the episode ends and is scored, or fails if no turn has
+    finished. An episode that continues after the loss of its worker has only the remaining time."""
     retries: Count = 2
-    """Further attempts at an episode that failed through no fault of the policy. Lost workers and servers,
-    and stops of the run, do not count."""
+    """Further attempts at an episode that failed through no fault of the policy. Attempts interrupted by a
+    stop of the run, or by the loss of a worker or server, do not count."""
 
     @property
     def longest_prompt(self) -> int:
@@ -118,18 +119,18 @@ class EngineConfig(Section, frozen=True):
     """sglang: tensor-parallel size of a server (GPUs per server)."""
     server_args: Options = {}
     """sglang: further arguments for servers that the run starts, without `--`, e.g. `{mem-fraction-static:
-    0.4}` (default 0.85) if the trainer shares the GPU."""
+    0.4}` (default: 0.85) if the trainer shares the GPU."""
     server_command: list[str] = []
-    """sglang: command that starts a server; default: this Python with `-m sglang.launch_server`."""
+    """sglang: command that starts a server; default: the current Python with `-m sglang.launch_server`."""
     colocated: Count = 0
     """Number of engines that share the trainer's devices, one side at a time: engines release KV cache and
     weights while the trainer trains, and the trainer's state is in main memory while the engines sample. 0:
-    none; otherwise it must be the number of all engines: `servers` with sglang, `rollout.workers` with torch.
-    `trainer.ranks` must be at least this number (times `tp`)."""
+    none; otherwise, the number must include all engines: `servers` with sglang, `rollout.workers` with
+    torch. `trainer.ranks` must be at least this number (times `tp`)."""
     api_key_env: str = ""
-    """sglang: environment variable with the API key of the servers; empty: no key."""
+    """sglang: environment variable that holds the servers' API key; empty: no key."""
     admin_key_env: str = ""
-    """sglang: environment variable with the admin key of the servers; empty: the API key."""
+    """sglang: environment variable that holds the servers' admin key; empty: the API key."""
     start_timeout: Seconds = 600.0
     """sglang: deadline for a server to become ready."""
     request_timeout: Seconds = 300.0
@@ -146,17 +147,18 @@ class EngineConfig(Section, frozen=True):
 
 
 class ValidationConfig(Section, frozen=True):
-    """Held-out episodes at one fixed version, run by the same workers, before and after training."""
+    """Held-out episodes, run before and after training by the same workers at one fixed version."""
 
     every: Count = 0
-    """Steps between further validations during training; 0: none."""
+    """Number of steps between further validations during training; 0: none."""
     samples: Count = 256
-    """Held-out samples per validation, each answered as in training and greedily; 0: no validation."""
+    """Number of held-out samples per validation. Each sample is answered as in training and, with `greedy`,
+    also by greedy decoding. 0: no validation."""
     episodes: Positive = 1
-    """Episodes per held-out sample that are sampled as in training; 2 or more add `mean@k`, `pass@k` and
-    `maj@k`."""
+    """Number of episodes per held-out sample that are sampled as in training; 2 or more add `mean@k`,
+    `pass@k` and `maj@k`."""
     greedy: bool = True
     """Also answer each held-out sample with greedy decoding."""
     success: float = 1.0
-    """An episode succeeds if its score (or `acc`, if the reward reports one) is at least this value. Set it
-    for scores outside 0 to 1. The mean score is also reported."""
+    """An episode succeeds if its score (or `acc`, if the reward reports one) is at least this value. Set
+    this key if scores are not between 0 and 1. The mean score is also reported."""

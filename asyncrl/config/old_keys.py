@@ -20,7 +20,7 @@ NO_VALUE = object()  # what a tree without a key has for the key
 def old_key_advice(key: str) -> str:
     """Return the advice on a dotted key of an earlier version; '' for other keys."""
     if new_key := RENAMED_KEYS.get(key):
-        return f"it is now called {new_key}"
+        return f"the key is now called {new_key}"
     return REMOVED_KEYS.get(key, "")
 
 

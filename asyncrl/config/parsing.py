@@ -30,7 +30,9 @@ def parse(mapping: Any) -> RunConfig:
         try:
             msgspec.json.encode((path, value))
         except UnicodeEncodeError:
-            raise ConfigError(f"configuration: {path!a}: {value!a} is not UTF-8 text; correct it") from None
+            raise ConfigError(
+                f"configuration: {path!a}: {value!a} is not UTF-8 text; correct the value"
+            ) from None
 
     _check_combinations(config)
     return config
@@ -83,7 +85,7 @@ def _explain_error(complaint: str) -> str:
     elif problem.startswith("Expected `array`"):
         hint = f"; write a list: {key}=[NAME]"
     elif problem.startswith("Expected `object`"):
-        hint = f"; it is a section, so set its keys: {key}.KEY=…"
+        hint = f"; {key} is a section, so set its keys: {key}.KEY=…"
     elif problem.startswith("Expected `str`"):
         hint = "; write the text in quotes"
 
@@ -113,11 +115,11 @@ def _check_combinations(config: RunConfig) -> None:
             buffer.target > buffer.max_staleness
         ),
         f"algorithm.steps_per_batch ({algorithm.steps_per_batch}) exceeds groups_per_batch "
-        f"({buffer.groups_per_batch}), so a step would have no group; lower steps_per_batch": (
+        f"({buffer.groups_per_batch}), so some steps would have no groups; lower steps_per_batch": (
             algorithm.steps_per_batch > buffer.groups_per_batch
         ),
-        f"weights.every ({weights.every}) exceeds max_staleness + 1 ({buffer.max_staleness + 1}): "
-        "engines' weights would be too old to start an episode; lower weights.every": (
+        f"weights.every ({weights.every}) exceeds max_staleness + 1 ({buffer.max_staleness + 1}): the "
+        "engines' weights would become too old to start an episode; lower weights.every": (
             weights.every > buffer.max_staleness + 1
         ),
         f"engine.urls lists a server twice ({', '.join(engine.urls)}); list each server once": (
@@ -128,33 +130,35 @@ def _check_combinations(config: RunConfig) -> None:
         "weights.adapters=true needs adapters in complete files: set model.lora_rank, weights.transport=disk "
         "and full_every=1, or remove weights.adapters": weights.adapters is True
         and not (config.adapters and weights.transport == "disk" and weights.full_every == 1),
-        "agents: only the requests of an agent program name an agent; set rollout.agent": bool(
+        "agents: only requests from an agent program name an agent; set rollout.agent": bool(
             config.agents and not rollout.agent
         ),
-        "agents need versions that contain only adapters; set weights.transport=disk, full_every=1 and, with "
-        "engine.urls, adapters=true": bool(config.agents and not config.adapters_apart),
+        "agents need weight versions that contain only adapters; set weights.transport=disk, full_every=1 "
+        "and, with engine.urls, adapters=true": bool(config.agents and not config.adapters_apart),
         "trainer.router_replay needs engine=sglang; set engine=sglang, or trainer.router_replay=false": (
             trainer.router_replay and not engine.remote
         ),
-        "trainer.router_replay does not work with trainer.compile=true; set one of them to false": (
+        "trainer.router_replay does not work with trainer.compile=true; set one of the two to false": (
             trainer.router_replay and trainer.compile
         ),
-        "weights.full_every > 1 works only with files, as a server cannot apply deltas that it receives; use "
-        "weights.transport=disk": weights.full_every > 1 and weights.transport != "disk",
+        "weights.full_every > 1 works only with files, because a server cannot apply deltas that it "
+        "receives; use weights.transport=disk": weights.full_every > 1 and weights.transport != "disk",
         f"buffer.max_bytes ({buffer.max_bytes}) is less than a batch of episodes needs ({batch_bytes} bytes: "
         f"{rollout.rows} rows of max_tokens each); raise buffer.max_bytes, or lower rollout.max_tokens or "
         "max_rows": (buffer.max_bytes < batch_bytes),
         f"rollout.max_new_tokens ({rollout.max_new_tokens}) exceeds max_tokens "
         f"({rollout.max_tokens}); lower max_new_tokens": rollout.max_new_tokens > rollout.max_tokens,
-        "rollout.agent runs episodes itself, with the tools of its requests; remove rollout.environment and "
-        "rollout.tools, or rollout.agent": bool(rollout.agent and (rollout.environment or rollout.tools)),
+        "rollout.agent: an agent program runs the episodes itself, with the tools in its requests; "
+        "remove rollout.environment and rollout.tools, or remove rollout.agent": bool(
+            rollout.agent and (rollout.environment or rollout.tools)
+        ),
         f"checkpoint.directory ({directory}) is relative, but not all processes run here; set an absolute "
         "path or a URL": bool(directory) and "://" not in directory and not directory.startswith("/"),
         f"trainer.replicas ({trainer.replicas}) {uneven_advice}": trainer.ranks % trainer.replicas > 0,
         f"trainer.sequence_parallel ({trainer.sequence_parallel}) {uneven_advice}": (
             trainer.ranks % trainer.sequence_parallel > 0
         ),
-        "trainer.sequence_parallel splits packed rows; set trainer.packing to packed or tree": (
+        "trainer.sequence_parallel works only with packed rows; set trainer.packing to packed or tree": (
             trainer.sequence_parallel > 1 and trainer.packing == "padded"
         ),
         "trainer.sequence_parallel has not been tested with compiled layers; set trainer.compile=false": (
@@ -180,18 +184,16 @@ def _colocation_refusals(config: RunConfig) -> dict[str, bool]:
     devices = count * engine.tp if engine.remote else count
 
     return {
-        "engine.urls: these servers do not run on the trainer's devices; remove engine.colocated or the "
-        "URLs": bool(engine.urls),
+        "engine.urls: these servers do not run on the trainer's devices; remove engine.colocated or "
+        "engine.urls": bool(engine.urls),
         f"engine.colocated ({engine.colocated}) must be {key} ({count}), or 0: all engines share the "
         "trainer's devices, or none do": engine.colocated != count,
         f"engine.colocated: engines need {devices} devices, but trainer.ranks={config.trainer.ranks}; lower "
         f"{key}, or raise trainer.ranks": devices > config.trainer.ranks,
-        "engine.colocated: engines wake from complete files; set weights.transport=disk and full_every=1": (
-            weights.transport != "disk" or weights.full_every > 1
-        ),
-        "engine.colocated: scorers on the engines would sleep with them; use separate scorer servers": bool(
-            config.scorers_lent
-        ),
+        "engine.colocated: engines reload their weights from complete files; set "
+        "weights.transport=disk and full_every=1": (weights.transport != "disk" or weights.full_every > 1),
+        "engine.colocated: scorers on the engines would sleep while the trainer trains; use separate "
+        "scorer servers": bool(config.scorers_lent),
         "engine.colocated needs all processes on one machine; set launch.kind=local": (
             config.launch.kind != "local"
         ),

@@ -46,28 +46,28 @@ class ModelConfig(Section, frozen=True):
     """Directory with config.json, model.safetensors, tokenizer.json and a chat template, or `owner/name` on
     the Hugging Face hub, with `@revision` for a revision other than the newest."""
     template: PathText = ""
-    """Chat template that replaces the model's: a Jinja file, or the built-in `chatml_tools`. Exports contain
-    it."""
+    """Chat template that replaces the model's: a Jinja file, or the built-in `chatml_tools`. Exported models
+    contain this template."""
     template_args: Options = {}
-    """Arguments of the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
+    """Arguments for the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
     """Compute type of the trainer, also used for frozen weights, published weights and the embedded engine.
-    Trained weights and the optimizer are float32. auto: bfloat16 on a GPU (expected on Ray, unless `device`
-    is cpu) or on a CPU with instructions for it, otherwise float32."""
+    Trained weights and the optimizer are float32. auto: bfloat16 on a GPU (assumed on Ray, unless `device`
+    is cpu) or on a CPU with bfloat16 instructions, otherwise float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of trainer ranks and embedded engines. Embedded engines take GPUs that no rank or scorer uses,
-    if any (with `engine.colocated`: those of the ranks). On Ray an embedded engine gets its own GPU only with
-    `cuda`."""
+    """Device of trainer ranks and embedded engines. Embedded engines use any GPUs that no rank or scorer
+    uses (with `engine.colocated`: the GPUs of the ranks). On Ray, an embedded engine gets its own GPU only
+    with `cuda`."""
     fp32_head: bool = False
     """Compute the trainer's logits in float32 even if `dtype` is bfloat16."""
     lora_rank: Count = 0
-    """Rank of low-rank adapters on the linear layers, trained instead of the weights; 0: train all
-    weights."""
+    """Rank of the low-rank adapters on the linear layers, which are trained instead of the weights; 0: train
+    all weights."""
     lora_alpha: Annotated[float, Meta(gt=0)] = 16.0
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_modules: list[str] = []
-    """Linear layers to adapt, by the last part of their names, e.g. `[q_proj, v_proj]`; empty: all in the
-    text part, except the kinds for which servers do not accept separate adapters."""
+    """Linear layers to adapt, by the last part of their names, e.g. `[q_proj, v_proj]`; empty: all linear
+    layers in the text part, except kinds for which servers do not accept separate adapters."""
 
 
 class WeightedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,55 +78,58 @@ class WeightedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DataConfig(Section, frozen=True):
-    """Prompts, in the columns that verl uses or in others."""
+    """Prompts, in the same columns as verl's or in others."""
 
     train: RequiredPath | Annotated[list[RequiredPath | WeightedSource], Meta(min_length=1)]
     """Training samples: a file (parquet, jsonl, json, csv), a directory of tasks, a glob pattern, or a hub
-    data set `hf:OWNER/NAME:CONFIG:SPLIT`; or a list of these, in which either all have weights (`{path,
-    weight}`) or none."""
+    data set `hf:OWNER/NAME:CONFIG:SPLIT`; or a list of these, either all with weights (`{path, weight}`) or
+    all without."""
     test: PathText | list[RequiredPath] = ""
-    """Held-out samples, given like `train`, without weights; empty: no validation."""
+    """Held-out samples, specified like `train` but without weights; empty: no validation."""
     columns: dict[str, str] = {}
     """Columns that hold the parts of a sample, e.g. `{prompt: question, ground_truth: answer.value}`."""
     dataset: Plugin = ""
-    """Custom reader, `module:class` or `file.py:class`: called with the path of each source, it returns an
-    iterable of rows; empty: the readers of the formats above."""
+    """Custom reader, `module:class` or `file.py:class`: the reader is called with the path of each source
+    and returns an iterable of rows; empty: use the readers for the formats above."""
     system_prompt: str = ""
-    """System message for prompts without one."""
+    """System message for prompts that have none."""
     filter_overlong: bool = False
-    """Leave out prompts after which `rollout.max_tokens` has no room for a turn of `rollout.max_new_tokens`,
-    and demonstrations that are longer. If false, the checks before the start warn about them."""
+    """Leave out prompts that leave no room within `rollout.max_tokens` for a turn of
+    `rollout.max_new_tokens`, and demonstrations longer than `rollout.max_tokens`. If false, asyncrl
+    only warns about such samples."""
     order: Plugin = ""
     """Custom order of samples in an epoch, `module:function` or `file.py:function`: called with the samples,
-    the numbers of the samples drawn, and the epoch, it returns these numbers in their new order."""
+    the numbers of the samples drawn, and the epoch, it returns these numbers in a new order."""
     shuffle: bool = True
-    """Reshuffle the samples in each epoch, as determined by `seed`."""
+    """Reshuffle the samples in each epoch; `seed` determines the order."""
     epochs: Count = 0
-    """Passes over the training samples; 0: as many as `total_steps` needs."""
+    """Passes over the training samples; 0: as many as `total_steps` requires."""
     at_end: Literal["flush", "drop"] = "flush"
-    """When the data ends and fewer groups are live than a batch needs: train them as a short batch, or drop
-    them (`end_of_data`)."""
+    """If the data ends and the remaining live groups do not fill a batch: train on a short batch, or drop
+    the groups (`end_of_data`)."""
 
 
 class WeightsConfig(Section, frozen=True):
     """How new versions reach the engines."""
 
     every: Positive = 1
-    """Publish after every k-th step."""
+    """Publish the weights after every k-th step."""
     directory: RequiredPath = "auto"
     """`shm`: files in /dev/shm; `run`: in the run directory; `auto`: /dev/shm if there is room. Versions are
-    copied to other machines. An absolute path must be shared by all machines; the run creates a directory in
-    it."""
+    copied to other machines. All machines must share an absolute path, in which the run creates a
+    directory."""
     deadline: Seconds = 60.0
-    """An engine that has not loaded a version within this time is reported and gets the newest version."""
+    """An engine that has not loaded a version within this time is reported, and is sent the newest
+    version."""
     transport: Literal["disk", "collective"] = "disk"
     """`disk`: through files. `collective` (sglang only): broadcast through a process group per server."""
     full_every: Positive = 1
-    """disk: publish every k-th version in full, and only the changed bytes of the others, compressed."""
+    """disk: publish every k-th version in full; of the other versions, publish only the changed bytes,
+    compressed."""
     bucket_bytes: Annotated[int, Meta(ge=1 << 10)] = 256 << 20
     """Approximate size of the buckets in which tensors are gathered, written and broadcast."""
     mode: Literal["in_place", "retract", "abort"] = "in_place"
-    """sglang: requests in progress at an update keep their KV cache (`in_place`), recompute it (`retract`),
+    """sglang: at an update, requests in progress keep their KV cache (`in_place`), recompute it (`retract`),
     or are aborted and resumed (`abort`)."""
     rolling: bool = True
     """Update servers one after another, so that generation never stops on all servers at once."""
@@ -134,9 +137,9 @@ class WeightsConfig(Section, frozen=True):
     """What happens if an engine's log-probs of a fixed text differ from the trainer's by more than rounding
     explains: `replace` its process once, then stop; `stop` the run with a checkpoint; or only `warn`."""
     adapters: Literal["auto"] | bool = "auto"
-    """Publish LoRA adapters alone, to be loaded beside the model (true), or merged into its weights, which
-    lets servers sample faster (false). auto: alone for the embedded engine, and for servers started by the
-    run if `agents` have adapters."""
+    """Publish LoRA adapters alone, to be loaded alongside the model (true), or merged into its weights,
+    which lets servers sample faster (false). auto: alone for the embedded engine, and for servers started by
+    the run if `agents` have adapters."""
 
 
 Tracker = Literal[
@@ -148,11 +151,12 @@ class ObserveConfig(Section, frozen=True):
     """Console and trackers."""
 
     console: Literal["auto", "live", "plain", "off"] = "auto"
-    """Live view on a terminal (in `asyncrl train` and `sft` the keys `g` and `b` show the newest good and bad
-    transcript); elsewhere one line per step."""
+    """Live view in a terminal (in `asyncrl train` and `sft`, the keys `g` and `b` show the newest good and
+    bad transcripts); elsewhere, one line per step."""
     trackers: list[Tracker] = []
     """Trackers in addition to metrics.jsonl. wandb and swanlab need a login or offline mode
-    (`WANDB_MODE=offline`); the others, except tensorboard, get only numbers and the configuration."""
+    (`WANDB_MODE=offline`); the other trackers, except tensorboard, get only numbers and the
+    configuration."""
     project: Text = "asyncrl"
     """Project name for trackers."""
 
@@ -161,14 +165,14 @@ class LaunchConfig(Section, frozen=True):
     """Processes and their supervision."""
 
     kind: Literal["local", "ray"] = "local"
-    """Local subprocesses, or Ray actors."""
+    """Run the processes as local subprocesses, or as Ray actors."""
     ray_address: str = ""
-    """Ray cluster to use; empty: start a local one."""
+    """Address of the Ray cluster to use; empty: start a local cluster."""
     pools: dict[Literal["engine", "rollout", "scorer", "trainer"], Text] = {}
-    """Ray: resource that machines of a role must have, as set by `ray start --resources='{"NAME": 1}'` or
+    """Ray: resource that machines for a role must have, as set by `ray start --resources='{"NAME": 1}'` or
     Ray's own `accelerator_type:H100`, e.g. `{engine: NAME}`."""
     gpus: dict[Literal["engine", "rollout", "scorer", "trainer"], Annotated[float, Meta(ge=0)]] = {}
-    """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two workers on one GPU. Other roles get one
+    """Ray: GPUs per process of a role, e.g. `{rollout: 0.5}` for two workers on one GPU. The default is one
     GPU per rank, `tp` per server, and one per worker with an embedded engine if `model.device` is cuda."""
     host: Text = "127.0.0.1"
     """Address of this machine that the coordinator binds to and all other processes connect to. `0.0.0.0`:
@@ -176,22 +180,23 @@ class LaunchConfig(Section, frozen=True):
     port: Annotated[int, Meta(ge=0, le=65533)] = 0
     """Control port; the next two ports are for bulk data and weights. 0: use free ports."""
     restarts: Count = 5
-    """Maximum number of restarts per role before the run ends. A restart no longer counts after 10 minutes in
-    which a step was completed."""
+    """Maximum number of restarts per role before the run ends. A restart stops counting after 10 minutes
+    during which a step was completed."""
     threads: Positive = 1
-    """OpenMP threads in each worker (for an embedded engine) and trainer rank. Threads slow each other down
-    if there are more threads than cores."""
+    """OpenMP threads in each worker (for an embedded engine) and trainer rank. More threads than cores slow
+    each other down."""
     lease: Seconds = 30.0
     """A worker that is silent for this long loses its episodes. An embedded engine is silent during a weight
     swap."""
     start_timeout: Seconds = 120.0
-    """Deadline for a role to report, in addition to the time to read models and a checkpoint at 50 MB/s."""
+    """Deadline for a role to report, in addition to the time needed to read models and a checkpoint at 50
+    MB/s."""
     stop_timeout: Seconds = 600.0
     """Deadline for a graceful stop, which writes a checkpoint (12 bytes per parameter) after any checkpoint
-    that is already being written. A second Ctrl-C ends the run at once."""
+    that is already being written. A second Ctrl-C kills the run immediately."""
     stall_timeout: Seconds = 300.0
-    """A run without a sign of life for this long, beyond the longest deadline of a wait, has stalled:
-    processes that hang are replaced, or the run ends with a checkpoint."""
+    """A run that shows no sign of life for this long, beyond the longest deadline of any wait, has stalled:
+    hanging processes are replaced, or the run ends with a checkpoint."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
@@ -200,19 +205,19 @@ class RunConfig(Section, frozen=True, kw_only=True):
     name: Text
     """Name of the run; its directory is `<run_dir>/<name>`."""
     run_dir: RequiredPath = "runs"
-    """Parent directory of run directories, on a local disk."""
+    """Directory that contains the run directories, on a local disk."""
     seed: int = 0
     """Seed for data order, sampling and initialisation."""
     total_steps: Count = 100
-    """Optimizer batches to train; 0: no training, one validation of the model as it is (`asyncrl eval`)."""
+    """Batches to train on; 0: no training, only one validation of the model as it is (`asyncrl eval`)."""
     resume: Literal["auto", "never", "must"] = "never"
-    """Continue the run of that name: `auto` if it exists; `never` (an existing run is an error); `must` (a
-    missing run is an error)."""
+    """Whether to continue a run of this name. `auto`: if one exists; `never`: an existing run is an error;
+    `must`: a missing run is an error."""
     model: ModelConfig
     agents: dict[AgentName, AgentConfig] = {}
-    """LoRA adapters of agents, by the name that the agents give as `model` in their requests, e.g. `{planner:
-    {lora_rank: 16}}`. Each adapter trains on the turns of its agent. Turns of other agents train the adapter
-    of `model.lora_rank`, or no adapter if that rank is 0."""
+    """LoRA adapters of agents, by the name that the agents send as `model` in their requests, e.g.
+    `{planner: {lora_rank: 16}}`. Each adapter trains on the turns of its agent. Turns of other agents train
+    the adapter of `model.lora_rank`, or no adapter if that rank is 0."""
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
@@ -361,5 +366,6 @@ def read_config(run_dir: Path) -> RunConfig:
             return msgspec.convert(with_current_keys(recorded), RunConfig)
     except (OSError, *UNDECODABLE) as error:
         raise ConfigError(
-            f"{path}: cannot be read by this version ({one_line(error)}); use the version that wrote it"
+            f"{path}: this version of asyncrl cannot read the file ({one_line(error)}); use the version "
+            "that wrote it"
         ) from None

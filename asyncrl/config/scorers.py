@@ -20,11 +20,11 @@ TEACHER_COEF = 0.5  # kl.coef from which kl.reference is a teacher; published pe
 class ScorerConfig(Section, frozen=True):
     """A frozen model on SGLang servers of its own: `reference` for the KL; `teacher` (or several,
     `teacher_NAME`) for distillation, both with the policy's vocabulary; `reward` for a reward model or judge
-    in `rollout.reward`. The settings of `engine` also apply to servers that are started."""
+    in `rollout.reward`. The settings in `engine` also apply to the servers that the run starts."""
 
     path: PathText = ""
     """Model directory or hub repository from which servers are started; with `urls`, the path is only
-    compared with the servers' model."""
+    compared with the model on the servers."""
     urls: list[str] = []
     """Attach to these servers instead of starting any. `[engines]`: the run's engines score with the base
     model of their adapters."""
@@ -67,8 +67,8 @@ def scorer_refusals(
     on_engines = {name: scorer for name, scorer in scorers.items() if ENGINES_URL in scorer.urls}
 
     return {
-        f"scorers.{', '.join(on_engines)}: urls=[engines] excludes other URLs, path, servers and tp, and "
-        "cannot serve a reward; remove these settings, or use separate servers": bool(
+        f"scorers.{', '.join(on_engines)}: urls=[engines] cannot be combined with other URLs, path, "
+        "servers or tp, and cannot serve a reward; remove these settings, or use separate servers": bool(
             {*on_engines} & (asked_scorers | {"reward"})
         )
         or any(
@@ -79,18 +79,20 @@ def scorer_refusals(
         "adapters separately; set model.lora_rank and weights.adapters=true, or remove the scorer": (
             bool(on_engines) and not adapters_apart
         ),
-        f"rollout.reward uses scorer:{', '.join(sorted(unknown_scorers))}, which scorers does not define; "
-        "add it there": bool(unknown_scorers),
+        f"rollout.reward uses scorer:{', '.join(sorted(unknown_scorers))}, but scorers does not define "
+        "that name; add the scorer": bool(unknown_scorers),
         f"scorers.{', '.join(without_model)}: neither a model nor servers are set; set path or urls": bool(
             without_model
         ),
-        "scorers: only teachers take sources; the reference scores all turns, and rollout.reward calls the "
-        "reward model": any(scorer.sources for name, scorer in scorers.items() if name not in teachers),
-        f"scorers: {' and '.join(teachers)} score the same data source; give each its own in sources": (
+        "scorers: only teachers take sources, because the reference scores all turns and "
+        "rollout.reward calls the reward model; remove the other sources": any(
+            scorer.sources for name, scorer in scorers.items() if name not in teachers
+        ),
+        f"scorers: {' and '.join(teachers)} score the same data source; give each teacher its own sources": (
             len({*scored_sources}) < len(scored_sources)
         ),
-        f"rollout.temperature ({rollout.temperature:g}): servers score turns at temperature 1 only; "
-        "set it to 1, or remove scorers.reference and teachers": (
+        f"rollout.temperature ({rollout.temperature:g}): servers score turns only at temperature 1; set "
+        "rollout.temperature=1, or remove scorers.reference and teachers": (
             rollout.temperature != 1 and bool({*scorers} - {"reward"})
         ),
         "kl.reference, scorers.reference and teachers are alternatives; keep only one of them": (

@@ -18,11 +18,11 @@ class BufferConfig(Section, frozen=True):
     """The replay buffer: batches, groups, staleness."""
 
     groups_per_batch: Positive = 32
-    """Groups (samples) per optimizer batch."""
+    """Number of groups (samples) per optimizer batch."""
     episodes_per_group: Positive = 8
-    """Episodes per sample."""
+    """Number of episodes per sample."""
     max_staleness: Count = 16
-    """Maximum lag of every trained token, in optimizer batches. 0: synchronous. Only tokens of the slowest
+    """Maximum lag of every trained token, in optimizer batches. 0: synchronous. Only tokens in the slowest
     episodes come near this bound; `target_staleness` sets the lag of the others."""
     target_staleness: Annotated[float, Meta(ge=0)] | Literal["auto"] = "auto"
     """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: starts at min(1/2, max_staleness)
@@ -32,27 +32,28 @@ class BufferConfig(Section, frozen=True):
     """With target_staleness=auto: share of the tokens that may exceed max_staleness. For runs with slow tools
     or long episodes, a larger max_staleness costs less than a larger budget."""
     on_stale: Literal["mask", "hold", "drop"] = "mask"
-    """What happens to tokens over max_staleness when a batch takes them: `mask` gives them weight zero,
-    `hold` makes the batch wait for groups that would exceed the bound, and `drop` drops the trajectory."""
+    """What happens to tokens beyond max_staleness when a batch takes them: `mask` gives such tokens weight
+    zero, `hold` makes the batch wait for groups that would otherwise exceed the bound, and `drop` drops the
+    trajectory."""
     group_policy: Literal["auto", "complete", "partial"] = "auto"
-    """`complete`: train a group when all of its members have ended. `partial`: train the members that have
-    ended by a deadline, and late members when they end. auto: `partial` if the algorithm stays unbiased with
-    partial groups and on_stale is mask, otherwise `complete`."""
+    """`complete`: train on a group when all of its members have ended. `partial`: train on the members that
+    have ended by a deadline, and on each late member when it ends. auto: `partial` if the algorithm stays
+    unbiased with partial groups and on_stale is mask, otherwise `complete`."""
     group_deadline: Seconds | Literal["auto"] = "auto"
-    """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the baseline.
-    auto: the median time that groups take for all of their members to end."""
+    """`partial`: seconds from the start of a group's first episode to the deadline, which fixes the
+    baseline. auto: the median time until all members of a group have ended."""
     filter_zero_variance: bool = True
-    """Filter groups whose rewards are all equal, and refill the batch."""
+    """Filter out groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8
-    """Maximum number of filtered groups per batch, in units of batches; beyond this number, the batch is
-    trained with the groups that are ready."""
+    """Maximum number of filtered groups per batch, as a multiple of the batch size; beyond this limit, the
+    batch is trained with the groups that are ready."""
     retire_pass_rate: Fraction = 1.0
     """Stop drawing a sample once the share of positive rewards in its group has reached this value
     (no-positive-resampling); 1: off."""
     shift_fill: Fraction | Literal["auto"] = "auto"
     """With engine.colocated: share of a batch's groups that must be ready before the trainer gets the
-    devices. auto: all groups, or the groups that are ready once no engine has sampled for as long as the last
-    two changes took."""
+    devices. auto: all groups, or the groups that are ready once no engine has sampled for as long as the
+    last two shift changes took."""
     max_bytes: Positive = 1 << 30
     """Admission stops if the worst-case payloads of live episodes would exceed this number of bytes."""
 
@@ -91,7 +92,7 @@ class BufferConfig(Section, frozen=True):
 
 
 class AlgorithmConfig(Section, frozen=True):
-    """Advantages, loss and behaviour correction. Names, options and when to use them:
+    """Advantages, loss and behaviour correction. For names, options and advice, see
     docs/reference/algorithms.md."""
 
     advantage: Plugin = "dr_grpo"
@@ -104,29 +105,29 @@ class AlgorithmConfig(Section, frozen=True):
     0.28}}`."""
     correction: dict[str, Options] | None = None
     """Behaviour correction: rules on rho by name, each with its options, e.g. `{mask: {low: 0.5}}`; null:
-    `mask` and `truncate`, or no rule for a loss that contains pi/mu. `{}`: no rule, which is refused for
+    `mask` and `truncate`, or no rule for a loss that contains pi/mu. `{}`: no rules, which is an error for
     stale data."""
     aggregation: Text = "token_mean"
-    """Aggregation of token losses into one number, exact over the whole batch."""
+    """Aggregation of token losses into one number, exact over the complete batch."""
     shaping: dict[str, Options] = {}
     """Changes to the reward before advantages are computed, by name, each with its options."""
     mask_truncated: bool = False
-    """Keep episodes that hit a limit out of the loss (overlong filtering); their reward stays in the
+    """Exclude episodes that hit a limit from the loss (overlong filtering); their rewards still count in the
     baseline."""
     entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
-    """Weight of a bonus for entropy over the whole vocabulary."""
+    """Weight of a bonus for the entropy over the whole vocabulary."""
     steps_per_batch: Positive = 1
-    """Mini-batches per batch and epoch, with one optimizer step each. More than one needs a barrier: the
+    """Mini-batches per batch and epoch, with one optimizer step each. More than one requires a barrier: the
     whole batch must arrive before the first step."""
     epochs: Positive = 1
-    """Passes over a batch; more than one also needs the barrier."""
+    """Passes over a batch; more than one also requires the barrier."""
     prox: Literal["auto", "recompute", "loglinear", "current", "mu"] = "auto"
     """Source of log prox: recomputed at the start of the batch, interpolated between mu and pi, pi itself, or
     mu (clips are then centred on mu, without a weight: verl's bypass mode). `auto`: `current` for one
     optimizer step per batch, where it is exact, otherwise `recompute`."""
     ess_lr: bool = False
-    """Scale the learning rate by the square root of the batch's effective sample share, but by no less than
-    0.1."""
+    """Scale the learning rate by the square root of the effective sample size as a share of the batch, but
+    by no less than 0.1."""
 
 
 def described_recomputation(every: int) -> str:
@@ -149,26 +150,27 @@ class KLConfig(Section, frozen=True):
     """Distance to a reference policy."""
 
     where: Literal["none", "reward", "loss", "loss_unweighted"] = "none"
-    """`reward`: subtract coef * KL from the token rewards. `loss`: add it to the loss, weighted by rho,
-    because the tokens come from mu. `loss_unweighted`: add it without this weight, as verl and TRL do."""
+    """`reward`: subtract coef * KL from the token rewards. `loss`: add this term to the loss, weighted by
+    rho, because the tokens come from mu. `loss_unweighted`: add the term without this weight, as verl and
+    TRL do."""
     estimator: Literal["auto", "k1", "abs", "k2", "k3", "straight_through", "forward", "reverse", "js"] = (
         "auto"
     )
     """Estimator per token. `straight_through`: the value of k3 with the gradient of k2. `auto`: k1 in the
-    reward, k2 in the loss, whose gradients are those of the KL. `forward`, `reverse` and `js` (loss only):
-    KL(ref, pi), KL(pi, ref) and Jensen-Shannon over the whole vocabulary."""
+    reward, k2 in the loss, which give the gradient of the KL. `forward`, `reverse` and `js` (loss only):
+    KL(ref, pi), KL(pi, ref) and Jensen-Shannon over the entire vocabulary."""
     top_k: Annotated[int, Meta(ge=0, le=256)] = 0
     """forward, reverse, js: compare the reference's k most likely tokens, the sampled token, and all other
-    tokens as one class; 0: all tokens, which needs the reference in the trainer ranks."""
+    tokens as one class; 0: all tokens, which requires the reference in the trainer ranks."""
     coef: Annotated[float, Meta(ge=0)] = 1e-3
     """Initial coefficient."""
     target: Annotated[float, Meta(ge=0)] = 0.0
-    """Target KL per token, to which the coefficient adapts; 0: fixed coefficient."""
+    """Target KL per token, toward which the coefficient adapts; 0: keep the coefficient fixed."""
     horizon: Positive = 10_000
     """Number of episodes over which the coefficient adapts to `target`."""
     reference: PathText = ""
-    """Model directory or hub repository of the reference; empty: the reference in `scorers`, otherwise the
-    initial policy (with LoRA: the model without the adapter)."""
+    """Model directory or hub repository of the reference; empty: the reference in `scorers` if there is one,
+    otherwise the initial policy (with LoRA: the model without the adapter)."""
     prompt: str = ""
     """Text placed before the first message that the reference reads, so that the policy, or another model,
     teaches with a better prompt. `{ground_truth}` is replaced by the ground truth of the sample."""
@@ -191,7 +193,7 @@ class CriticConfig(Section, frozen=True):
     path: PathText = ""
     """Model directory or hub repository from which the critic starts; empty: model.path."""
     lr: Annotated[float, Meta(gt=0)] = 1e-5
-    """Peak learning rate; the schedule is the policy's."""
+    """Peak learning rate; the critic follows the policy's schedule."""
     warmup_steps: Count = 0
     """Number of initial batches that train only the critic."""
     clip: Annotated[float, Meta(ge=0)] = 0.2
@@ -207,49 +209,50 @@ class TrainerConfig(Section, frozen=True):
     """Number of copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), to reduce
     traffic."""
     sequence_parallel: Positive = 1
-    """Number of ranks that share each micro-batch, each with a part of its packed rows (Ulysses), for long
+    """Number of ranks that share each micro-batch, each with a part of the packed rows (Ulysses), for long
     rows."""
     lr: Annotated[float, Meta(gt=0)] = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule of the learning rate after warm-up, step by step, down to `lr_end` * lr at `total_steps`."""
+    """Schedule of the learning rate after warm-up, updated at each step, down to `lr_end` * lr at
+    `total_steps`."""
     lr_end: Fraction = 0.1
     """Final learning rate as a fraction of the peak."""
     warmup_steps: Count = 0
-    """Steps of linear warm-up."""
+    """Linear warm-up steps."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of Adam's moments."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
-    """Weight decay; AdamW's is decoupled."""
+    """Weight decay (decoupled in AdamW)."""
     optimizer: Plugin = "adamw"
-    """A registered name, or a class or function that builds an optimizer from parameters, `lr` and options,
-    e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`. The optimizer also receives `betas` and `weight_decay` if
-    it accepts these."""
+    """Optimizer: a registered name, or a class or function that builds an optimizer from parameters, `lr`
+    and options, e.g. `{torch.optim:RMSprop: {momentum: 0.9}}`. `betas` and `weight_decay` are also passed if
+    the optimizer accepts them."""
     offload_optimizer: bool = False
-    """Keep the shards of weights, gradients and optimizer state in main memory, and run the optimizer
-    there."""
+    """Keep the shards of weights, gradients and optimizer state in main memory, and run the optimizer on the
+    CPU."""
     activation_checkpointing: Literal["auto", "none", "full"] | Positive = "auto"
     """Layers whose activations are recomputed in the backward pass: none, all, or every k-th. `auto`: on a
-    GPU, as few as the memory estimate allows; on a CPU, none. More layers are recomputed after a rank has run
-    out of memory."""
+    GPU, as few as the memory estimate allows; on a CPU, none. After a rank has run out of memory, more
+    layers are recomputed."""
     compile: bool = False
     """Compile each layer with torch.compile, once for all lengths; needs a C++ compiler on a CPU."""
     grad_clip: Annotated[float, Meta(ge=0)] = 1.0
     """Maximum gradient norm; 0: off."""
     on_spike: Literal["skip", "rollback", "stop"] = "skip"
-    """After a batch whose gradient norm is not finite or is a spike: skip its optimizer step; drop its
+    """If a batch's gradient norm is not finite or is a spike: skip the optimizer step; drop the batch's
     episodes, with a recorded reason, and continue from the newest checkpoint with other episodes; or end the
     run."""
     spike_factor: Annotated[float, Meta(ge=0)] = 0.0
     """A norm above this many times the median of the last 32 batches is a spike; 0: off."""
     micro_batch_tokens: Positive = 8192
-    """Tokens of one micro-batch (forward and backward), on one rank or on the ranks that share it. Padding
-    counts with `packing=padded`; a shared prefix counts once with `packing=tree`. A longer episode is a
-    micro-batch by itself."""
+    """Tokens in a micro-batch (forward and backward), on one rank or on the ranks that share the
+    micro-batch. Padding counts with `packing=padded`; a shared prefix counts once with `packing=tree`. A
+    longer episode becomes a micro-batch of its own."""
     packing: Packing = "tree"
-    """padded: pad rows of a micro-batch to the longest. packed: concatenate them. tree: compute each shared
-    beginning of rows only once, with members of a group on one rank. If `packed` or `tree` would change the
-    model's gradients, the trainer pads instead, with a warning."""
+    """padded: pad the rows of a micro-batch to the length of the longest. packed: concatenate rows. tree:
+    compute each shared beginning of rows only once, with all members of a group on one rank. If `packed` or
+    `tree` would change the model's gradients, the trainer pads instead, with a warning."""
     router_replay: bool = False
     """Mixture-of-experts models: train each token with the experts that the SGLang server selected when
     sampling it (R3)."""
@@ -265,21 +268,21 @@ class StoreConfig(Section, frozen=True):
     """The run's store: states, plans and turns of its episodes."""
 
     keep_bytes: Count = 1 << 30
-    """Bytes of the newest turns to keep for `asyncrl replay` and `regrade` once a resume no longer needs
-    these turns, in segments of 64 MB."""
+    """Bytes of the newest turns to keep, in segments of 64 MB, for `asyncrl replay` and `regrade` once a
+    resume no longer needs these turns."""
 
 
 class CheckpointConfig(Section, frozen=True):
-    """Checkpoints and the exports in them."""
+    """Checkpoints and the exports that they contain."""
 
     every: Count = 50
-    """Steps between checkpoints; 0: a checkpoint at every 1,000th step and at the end. Turns since the newest
-    checkpoint stay on disk, because a resume needs them."""
+    """Number of steps between checkpoints; 0: a checkpoint at every 1,000th step and at the end. Turns since
+    the newest checkpoint stay on disk, because a resume needs them."""
     keep: Positive = 2
     """Number of newest checkpoints to keep."""
     best: bool = False
-    """Also keep the checkpoint with the best validation. A validation scores the version that was published
-    when it began."""
+    """Also keep the checkpoint with the best validation result. A validation scores the version that was
+    current when the validation began."""
     directory: PathText = ""
     """Parent of the run's checkpoint directory: an absolute path or an fsspec URL that all trainer ranks
     share; empty: the run directory."""

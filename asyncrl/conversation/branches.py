@@ -432,7 +432,8 @@ class Branches:
         elif continuation and max(continuation) >= chat.vocabulary:
             highest_id = max(continuation)
             raise ConfigError(
-                f"the prompt has the ID {highest_id}, but the tokenizer has {chat.vocabulary} tokens"
+                f"the prompt contains the token ID {highest_id}, but the tokenizer has "
+                f"{chat.vocabulary} tokens"
             )
         else:
             context = continuation

@@ -150,7 +150,8 @@ class Chat:
             opens = prompt_text[common_length:][:QUOTED_CHARACTERS]
             writes = conversation_text[common_length:][:QUOTED_CHARACTERS]
             raise ConfigError(
-                f"the chat template opens the model's turn with {opens!r}, but writes this one as {writes!r}"
+                f"the chat template opens the model's turn with {opens!r}, but begins this turn "
+                f"with {writes!r}"
             )
 
         text = conversation_text.removeprefix(prompt_text)
@@ -170,7 +171,7 @@ class Chat:
         answer_token = self._encode(self._probe.text_after_turn(replies or (Message("user"),)))[0]
         if answer_token not in self.stop_ids:
             raise ConfigError(
-                f"the chat template does not end the turn {message.content[:QUOTED_CHARACTERS]!r}"
+                f"the chat template does not mark the end of the turn {message.content[:QUOTED_CHARACTERS]!r}"
             )
         return (*self._encode(turn_text), answer_token)
 
@@ -234,21 +235,22 @@ class Chat:
         ]
 
         warnings += [
-            f"the chat template uses {name}, which the tokenizer lacks: define it in tokenizer_config.json"
+            f"the chat template uses {name}, but the tokenizer has none; define {name} in "
+            "tokenizer_config.json"
             for name in ("bos_token", "eos_token")
             if name in str(self._tokenizer.chat_template) and not getattr(self._tokenizer, name, "-")
         ]
         if "tool" not in roles:
             return warnings
         if self._render.shape.user_replies:
-            warnings.append("the chat template has no tool role: tool replies are shown as user messages")
+            warnings.append("the chat template has no tool role, so tool replies are shown as user messages")
 
         if not (calls_shown or self._probe.shows_tools()):
             has_chatml = "<|im_end|>" in self._tokenizer.get_added_vocab()
-            suggestion = "=chatml_tools, which does" if has_chatml else " to a Jinja file that does"
+            suggestion = "=chatml_tools" if has_chatml else " to a Jinja file that lists the tools"
             warnings.append(
-                f"the chat template does not show the tools to the model: set model.template{suggestion}, or "
-                "describe them in the prompts"
+                f"the chat template does not show the tools to the model; set model.template{suggestion}, or "
+                "describe the tools in the prompts"
             )
 
         if history != "append" and not self._probe.shows_calls():
@@ -275,8 +277,8 @@ class Chat:
         )
         if not mark or last_message.content.strip() not in text:
             raise ConfigError(
-                f"the chat template does not write {last_message.content[:QUOTED_CHARACTERS]!r}, the "
-                "beginning of the turn"
+                "the chat template does not write the beginning of the turn, "
+                f"{last_message.content[:QUOTED_CHARACTERS]!r}"
             )
 
         return text
@@ -309,7 +311,11 @@ def _rewriting_warning(history: str, role: str, rewriting: str) -> str:
     if history == "append":
         raise ConfigError(
             f"rollout.history is append, but the model's chat template {rewriting} when a {role} message "
-            f"follows, so a row of tokens cannot simply grow; set rollout.history=fork (a new row starts "
-            "there, see rollout.max_rows), or use a chat template that leaves earlier turns unchanged"
+            "follows, so new tokens cannot be appended to the row; set rollout.history=fork (which starts a "
+            "new row in this case, see rollout.max_rows), or use a chat template that leaves earlier turns "
+            "unchanged"
         )
-    return f"the chat template {rewriting} when a {role} message follows, which starts a new row of tokens"
+    return (
+        f"the chat template {rewriting} when a {role} message follows, so every such message starts a new "
+        "row of tokens"
+    )

@@ -84,7 +84,7 @@ class TemplateProbe:
         text = self._render([_USER_MESSAGE, _model_turn(calls), *messages], (_PROBE_TOOL,) if calls else ())
         following_text = self.turn_end(messages).text_after_turn(text)
         if following_text is None:
-            raise ConfigError("the chat template does not show the model's text; use another template")
+            raise ConfigError("the chat template omits the model's text; use another template")
         return following_text
 
     def stop_tokens(self) -> Iterator[str]:
@@ -102,7 +102,9 @@ class TemplateProbe:
 
             first_token = next(filter(following_text.startswith, self._control_tokens), None)
             if first_token is None:
-                raise ConfigError("the chat template does not end the assistant's turn; use another template")
+                raise ConfigError(
+                    "the chat template does not mark the end of the assistant's turn; use another template"
+                )
 
             yield first_token
 
@@ -159,11 +161,12 @@ class TemplateProbe:
             for exchange in (one_exchange[len(beginning.prompt) :], two_exchanges[len(one_exchange) :]):
                 following_text = turn_end.text_after_turn(exchange)
                 if following_text is None:
-                    turn_end_text = turn_end.token or "the end of the turn"
-                    return f"no longer writes {turn_end_text!r} where the turn ended"
+                    if turn_end.token:
+                        return f"no longer writes {turn_end.token!r} at the end of the turn"
+                    return "no longer marks the end of the turn"
                 following_texts.add(following_text)
 
-        return "" if len(following_texts) == 1 else "writes the same message differently in other places"
+        return "" if len(following_texts) == 1 else "writes the same message differently in different places"
 
     def accepted_messages(self) -> Accepted:
         """Return which messages of system and user the template writes completely and in order."""
@@ -234,7 +237,7 @@ class TemplateProbe:
 
         mark_position, mark = max((text.rfind(mark), mark) for mark in (TURN_MARK, CALL_MARK))
         if mark_position < 0:
-            raise ConfigError("the chat template does not show the model's text; use another template")
+            raise ConfigError("the chat template omits the model's text; use another template")
 
         answered_text = self._answered_text(calls)
         turn_tail = self._turn_part(text[mark_position + len(mark) :], answered_text, mark).rstrip()

@@ -80,7 +80,9 @@ class Renderer:
                 )
         except Exception as error:  # templates raise anything, and arguments may be no JSON
             roles = ", ".join(message.role for message in shaped_messages)
-            raise ConfigError(f"the chat template rejects the roles ({roles}): {one_line(error)}") from error
+            raise ConfigError(
+                f"the chat template rejects messages with the roles {roles}: {one_line(error)}"
+            ) from error
 
         return encodable(text)
 

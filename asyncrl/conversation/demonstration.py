@@ -88,8 +88,8 @@ def _check_calls(rules: Rules, turn: Turn, message: Message, tools: tuple[str, .
         name = message.tool_calls[0].name
         if name not in rules.chat.decode(turn.generation.ids):
             raise ConfigError(
-                f"the chat template does not write the call to {name!r}: set model.template to one "
-                "that does (chatml_tools), or write the call into the content"
+                f"the chat template does not write the call to {name!r}; set model.template to a template "
+                "that writes calls (chatml_tools), or write the call into the content"
             )
 
         raise ConfigError(
@@ -109,7 +109,10 @@ def length_failure(limits: RolloutConfig, turns: Sequence[Turn]) -> Fail | None:
         token_count = max(row_lengths)
         detail = f"the conversation has {token_count} tokens, but rollout.max_tokens is {limits.max_tokens}"
     elif len(row_lengths) > limits.rows:
-        detail = f"the template splits it into {len(row_lengths)} rows, but rollout.max_rows is {limits.rows}"
+        detail = (
+            f"the chat template splits the conversation into {len(row_lengths)} rows, but rollout.max_rows "
+            f"is {limits.rows}"
+        )
     else:
         return None
 

@@ -119,7 +119,9 @@ def advance_episode(rules: Rules, episode: Episode, event: Event) -> Episode:
             return _generated(rules, episode, command, event.generation)
         case CallTools() as command, ToolsReplied():
             if tuple(reply.call for reply in event.replies) != command.calls:
-                raise ProtocolError(f"{len(event.replies)} replies do not match {len(command.calls)} calls")
+                raise ProtocolError(
+                    f"the replies ({len(event.replies)}) do not match the calls ({len(command.calls)})"
+                )
             return _replied(rules, episode, event.replies, command.errors)
         case Step(), Observed():
             return _observed(rules, episode, event.observation)
@@ -155,7 +157,7 @@ def resume_episode(rules: Rules, sample: Sample, opened: Opened, turns: Sequence
         repeated_turn = episode.turns[-1]
         replies_differ = turn.replies and repeated_turn.replies != turn.replies
         if replies_differ or repeated_turn.observation != turn.observation:
-            raise ProtocolError(f"the record after turn {turn.index} does not answer it")
+            raise ProtocolError(f"the recorded answer to turn {turn.index} does not match the turn")
 
     return episode
 
@@ -164,7 +166,7 @@ def expire_episode(episode: Episode) -> Episode:
     """End an episode whose time is up. Finished turns are scored; an unfinished turn does not count. Without
     a finished turn the episode fails."""
     if not episode.turns:
-        detail = "rollout.episode_timeout expired before the first turn was finished"
+        detail = "rollout.episode_timeout expired before the first turn finished"
         return _fail_episode(episode, FailReason.DEADLINE, detail)
     return _score_episode(episode, EpisodeEnd.TIMEOUT)
 
@@ -304,7 +306,7 @@ def _observed(rules: Rules, episode: Episode, observation: Observation) -> Episo
         return _score_episode(episode, EpisodeEnd.MAX_TURNS)
 
     if not observation.messages:
-        detail = "the environment sent no message, but is not done"
+        detail = "the environment sent no message, although the episode is not done"
         return _fail_episode(episode, FailReason.ENVIRONMENT_ERROR, detail)
 
     return _next_turn(rules, episode, observation.messages)

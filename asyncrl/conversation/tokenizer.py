@@ -48,8 +48,8 @@ def load_tokenizer(path: str) -> Any:
             file_tokenizer = tokenizers.Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
     except Exception as error:  # tokenizers raises a bare Exception
         raise ConfigError(
-            f"{path}: no usable tokenizer ({one_line(error)}); it needs a tokenizer.json, as written by "
-            "save_pretrained(...) of a transformers tokenizer"
+            f"{path}: no usable tokenizer ({one_line(error)}); add a tokenizer.json, as written by the "
+            "save_pretrained(...) method of a transformers tokenizer"
         ) from error
 
     special_tokens = [
@@ -64,15 +64,15 @@ def load_tokenizer(path: str) -> Any:
         )
 
         if loaded_tokenizer.encode(text, add_special_tokens=False) != ids:
-            deviation = "reads"
+            deviation = "encodes"
         elif decoded_text != file_tokenizer.decode(ids, skip_special_tokens=False):
-            deviation = "writes"
+            deviation = "decodes"
         else:
             continue
 
         raise ConfigError(
             f"{path}: the tokenizer, as loaded by transformers, {deviation} {text!r} differently from "
-            "tokenizer.json; remove what changes it from tokenizer_config.json, or save it again with "
+            "tokenizer.json; remove the cause from tokenizer_config.json, or save the tokenizer again with "
             "save_pretrained(...)"
         )
 

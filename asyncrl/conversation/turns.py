@@ -46,7 +46,7 @@ def generation_problem(stop_ids: Sequence[int], max_tokens: int, generation: Gen
         return f"the engine's version spans do not cover its {token_count} tokens"
 
     if generation.stop is StopReason.STOP and generation.ids[-1] not in stop_ids:
-        return f"the engine stopped at token {generation.ids[-1]}, which is not a stop id"
+        return f"the engine stopped at the token ID {generation.ids[-1]}, which is not a stop token"
 
     return ""
 
@@ -140,8 +140,8 @@ def score_turns(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) ->
     agents separately, each agent's last turn earns the agent's reward."""
     if result.turns and len(result.turns) != len(turns):
         detail = (
-            f"the reward function returned {len(result.turns)} turn rewards for an episode of {len(turns)} "
-            "turns"
+            f"the reward function must return a reward for each of the {len(turns)} turns, but returned "
+            f"{len(result.turns)}"
         )
         return Fail(FailReason.REWARD_ERROR, detail)
 
@@ -156,9 +156,9 @@ def score_turns(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) ->
     if unrewarded_agents := [agent for agent in turn_agents if agent not in result.agents]:
         return Fail(
             FailReason.REWARD_ERROR,
-            f"the reward is a dict of {', '.join(result.agents)}, but lacks "
-            f"{unrewarded_agents[0] or 'agents'!r}: return 'score', or a number for each agent of the "
-            "episode (the `model` of its requests)",
+            f"the reward is a dict with the keys {', '.join(result.agents)}, but lacks "
+            f"{unrewarded_agents[0] or 'agents'!r}; return 'score', or a number for each agent in the "
+            "episode (an agent's name is the `model` of the agent's requests)",
         )
 
     last_turns = {agent: index for index, agent in enumerate(turn_agents)} or {"": len(turns) - 1}

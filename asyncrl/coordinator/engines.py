@@ -344,7 +344,9 @@ class EngineHandler:
     @property
     def missing_server(self) -> str:
         """The server that new episodes wait for, to sample or to score; '' if none is missing."""
-        return self.scorers.missing_server if self.can_sample else "a server that holds a published version"
+        return (
+            self.scorers.missing_server if self.can_sample else "a server that has loaded a published version"
+        )
 
     def send_table(self, workers: Collection[bytes], now: float) -> None:
         """Send workers the table of servers, or the changes since it was last sent.

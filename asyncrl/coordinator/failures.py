@@ -135,9 +135,9 @@ class MemoryLimits(msgspec.Struct):
             self.recompute_every = message.recompute_every
         elif self.tokens == 1 or (message.episodes == 1 and message.tokens >= self.tokens):
             raise ConfigError(
-                f"trainer rank {message.rank}: one episode of {message.tokens} tokens does not fit: "
-                f"{message.detail}; set {memory_advice(message.recomputed_every)}, then continue with "
-                "resume=auto"
+                f"trainer rank {message.rank}: an episode with {message.tokens} tokens does not fit in "
+                f"memory: {message.detail}; set {memory_advice(message.recomputed_every)}, then continue "
+                "with resume=auto"
             )
 
         else:

@@ -55,7 +55,9 @@ class TransactionalOutbox:
         for hub, peer, message, frames in queue:
             if not hub.send(peer, message, frames):
                 self.unreachable.add(peer)
-                log.warning("%s not delivered to %s", type(message).__name__, peer.decode(errors="replace"))
+                log.warning(
+                    "could not deliver %s to %s", type(message).__name__, peer.decode(errors="replace")
+                )
 
 
 class Journal:
@@ -109,7 +111,9 @@ class Journal:
                 log.error("%s", error)
 
             if now - self._paused_at > self._stall_timeout:
-                raise StoreError(f"not written within {self._stall_timeout:g} s: {error}") from error
+                raise StoreError(
+                    f"the run store was not writable for {self._stall_timeout:g} s: {error}"
+                ) from error
 
             if now >= self._next_contact_at:
                 self._next_contact_at = now + CONTACT_INTERVAL

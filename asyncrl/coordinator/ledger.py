@@ -128,15 +128,15 @@ class Ledger:
 
         if buffer.untrained_groups > MAX_UNTRAINED_BATCHES * self._config.buffer.groups_per_batch:
             return (
-                f"{buffer.untrained_groups} groups in a row could not be trained (last reason: "
+                f"{buffer.untrained_groups} groups in a row could not be used for training (last reason: "
                 f"{buffer.untrained_reason}); read the transcripts (asyncrl runs transcripts --of training) "
-                "and logs/"
+                "and the files in logs/"
             )
 
         if self.skipped_batches > MAX_SKIPPED_BATCHES:
             return (
-                f"the last {self.skipped_batches} batches made no optimizer step, because their gradients "
-                "were not finite or all their tokens were masked; check rewards, rollout_corr/* and "
+                f"the last {self.skipped_batches} batches led to no optimizer step, because their gradients "
+                "were not finite or all their tokens were masked; check the rewards, and rollout_corr/* and "
                 "staleness/* in metrics.jsonl"
             )
 
@@ -173,7 +173,9 @@ class Ledger:
                 turns.append(decode_turn(payload))
                 frames += payload, replied
         except (StoreError, ProtocolError) as error:
-            log.error("episode %s: %d of %d turns can be read: %s", uid, len(turns), episode.turns, error)
+            log.error(
+                "episode %s: only %d of %d turns can be read: %s", uid, len(turns), episode.turns, error
+            )
             if uid in self.held_out.episodes:
                 episode.forget_turns()
                 self.held_out.mark_changed(episode)

@@ -93,7 +93,9 @@ class Lifecycle:
             case Phase.RUNNING if self._training_over():
                 account = self.ledger.buffer.account()
                 if self.batches.over and 0 < account.issued == account.failed:
-                    cause = f"all episodes failed, and no data are left: {self.ledger.failed_attempts.newest}"
+                    cause = (
+                        f"all episodes failed, and no samples are left: {self.ledger.failed_attempts.newest}"
+                    )
                     self.abort_run(f"{cause}; fix the cause, then start a new run", now)
                     return
 
@@ -110,7 +112,9 @@ class Lifecycle:
                 self._close_run("failed" if self.error else "stopped")
 
             case Phase.STOPPING if not self._can_checkpoint or now > self._deadline:
-                overdue = f"none within launch.stop_timeout ({self.config.launch.stop_timeout:g} s)"
+                overdue = (
+                    f"none was written within launch.stop_timeout ({self.config.launch.stop_timeout:g} s)"
+                )
                 unsaved_stop = self.trainer.describe_unsaved_stop(
                     overdue if self._can_checkpoint else "the trainer was lost"
                 )
@@ -135,7 +139,9 @@ class Lifecycle:
                     f"{self.fleet.liveness.start_seconds:.0f} s (launch.start_timeout plus the time to read "
                     "models)"
                 )
-                raise ProtocolError(f"not started within {time_limit}: {'; '.join(reasons) or 'unknown'}")
+                raise ProtocolError(
+                    f"the run did not start within {time_limit}: {'; '.join(reasons) or 'unknown cause'}"
+                )
 
     def stop_run(self, reason: str, now: float, save: bool = True) -> None:
         """Let the trainer write a checkpoint, then end the run. `save` is False if the trainer was lost."""

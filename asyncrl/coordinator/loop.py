@@ -60,7 +60,7 @@ def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
     try:
         coordinator.loop()
     except SupersededError as error:
-        log.error("%s: this coordinator exits", error)
+        log.error("%s; exiting", error)
         return 1
     finally:
         coordinator.close()
@@ -302,7 +302,9 @@ class Coordinator:
             case shared.Stop() if peer in self.observers:
                 self.lifecycle.stop_run(message.reason, now, message.save)
             case shared.Stop():
-                log.warning("ignoring a stop from %s, which is not a launcher of this run", peer.decode())
+                log.warning(
+                    "ignoring a stop request from %s, which is not a launcher of this run", peer.decode()
+                )
             case _:
                 assert_never(message)
 
@@ -465,7 +467,7 @@ class Coordinator:
         ranks_wait = waits_for_engines and published and not self.lifecycle.ending
 
         if ranks_wait and (damage := self.engines.pop_load_failure()):
-            damage += "; the next trainer publishes it again"
+            damage += "; the next trainer publishes that version again"
             self._request_replacement(shared.Replace("trainer", damage, ranks.incarnation))
             # No second replacement before the next trainer sends a request.
             ranks.open_request = None
@@ -478,7 +480,7 @@ class Coordinator:
         stall_report = f"{stalled}: {'; '.join(self.reporter.describe_waits()) or 'no known waits'}"
         is_training = self.lifecycle.phase in (Phase.RUNNING, Phase.DRAINING)
         if is_training and self.trainer.is_hanging(now):
-            self._request_replacement(shared.Replace("trainer", f"the trainer hangs, {stall_report}"))
+            self._request_replacement(shared.Replace("trainer", f"the trainer is hanging; {stall_report}"))
             self.fleet.liveness.note_progress(now)  # the new ranks have the same time
         else:
             self.lifecycle.abort_run(stall_report, now)

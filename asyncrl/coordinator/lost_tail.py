@@ -32,8 +32,8 @@ def recover_commits(state: RunState, step: int, now: float) -> None:
     checkpoints = checkpoints_of(state.config, state.run_dir)
 
     refusal = (
-        f"the trainer's checkpoint is from step {step}, but the run store has {known_steps} steps: they "
-        "belong to different runs"
+        f"the trainer's checkpoint is from step {step}, but the run store ends at step {known_steps}, and "
+        "the two seem to belong to different runs"
     )
     with ProtocolError.instead_of(CheckpointError, text=refusal, advice=ADVICE):
         manifests = checkpoints.lineage(step, known_steps)
@@ -46,7 +46,9 @@ def recover_commits(state: RunState, step: int, now: float) -> None:
 
     expected = manifests[-1].trained_total
     if trained_now != expected:
-        raise ProtocolError(f"{refusal} ({expected} trajectories, not {trained_now}); {ADVICE}")
+        raise ProtocolError(
+            f"{refusal} (expected {expected} trained trajectories, found {trained_now}); {ADVICE}"
+        )
 
     ledger.batches.skip_to(step)
     for uid in trained_uids:  # payloads of trained episodes are not needed
@@ -58,8 +60,8 @@ def recover_commits(state: RunState, step: int, now: float) -> None:
     store.request_sync()
 
     log.warning(
-        "the run store had lost steps %d to %d: according to the checkpoints' manifests, %d trajectories "
-        "were trained",
+        "the run store had lost steps %d to %d; according to the checkpoint manifests, these steps trained "
+        "on %d trajectories",
         known_steps + 1,
         step,
         recovered_count,

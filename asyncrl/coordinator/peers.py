@@ -98,8 +98,10 @@ class Peers(Generic[P]):
 
         is_foreign = launch_of(incarnation) not in ("", self._fleet.launch)
         if is_foreign or is_older(incarnation, newest_incarnation):
-            log.warning("%s was replaced and is told to exit", peer.decode(errors="replace"))
-            self._outbox.to_control(peer, shared.Stop("another process has taken its place"))
+            log.warning(
+                "%s has been replaced; telling the old process to exit", peer.decode(errors="replace")
+            )
+            self._outbox.to_control(peer, shared.Stop("another process has replaced this one"))
             return None
 
         if process is None or process.hello.incarnation != incarnation:
@@ -217,9 +219,9 @@ class EnrolmentHandler:
     def add_token(self, message: shared.Invite, now: float) -> None:
         if message.role not in self._planned_processes or message.token in self._gate.role_by_key:
             log.warning(
-                "no token for a process of role %r: only %s can join",
+                "rejecting a token for the role %r; only these roles can join: %s",
                 message.role,
-                [*self._planned_processes],
+                ", ".join(self._planned_processes),
             )
             return
 
@@ -240,7 +242,7 @@ class EnrolmentHandler:
         self._gate.role_by_key[message.key] = self._enrolled_roles[message.key] = role
         stored_keys = msgspec.json.encode((self.fleet.launch, self._enrolled_roles)).decode()
         self.journal.store.put_meta("enrolled", stored_keys)
-        log.info("a process was enrolled as %s-%d", role, index)
+        log.info("enrolled a process as %s-%d", role, index)
 
         incarnation = incarnation_of(self.fleet.launch, start_number)
         config = msgspec.json.encode(self.config)
@@ -275,7 +277,9 @@ class WrittenFiles:
         role = role_of(peer)
         kind, _, file_name = message.name.partition("/")
         if not file_name.startswith("step-" if kind == "ratios" and role == "trainer" else f"{role}-"):
-            log.warning("%s sends %s, which belongs to another process", peer.decode(), message.name)
+            log.warning(
+                "ignoring %s from %s: the file belongs to another process", message.name, peer.decode()
+            )
             return
 
         name, last_offset, received_bytes, _ = self._senders.get(peer, ("", 0, 0, now))

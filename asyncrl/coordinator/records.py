@@ -100,7 +100,7 @@ class RecordHandler:
                 replies = decode_reply(frame).replies
                 if not 0 <= message.turn < episode.turns:
                     raise ProtocolError(
-                        f"episode {episode.uid}: replies to turn {message.turn}, which does not exist"
+                        f"episode {episode.uid}: got replies to turn {message.turn}, which does not exist"
                     )
 
                 self.store.put_frame(episode.uid, message.turn, "replied", frame)
@@ -115,10 +115,10 @@ class RecordHandler:
                 turns = message.stats.turns + message.stats.untrained_turns
                 longest_sequence = max(message.result.tokens, message.stats.longest_row)
                 if not 0 < turns == episode.turns or longest_sequence > episode.tokens:
-                    durable = f"{episode.turns} turns of {episode.tokens} tokens are durable"
+                    durable = f"{episode.turns} turns with {episode.tokens} tokens are durable"
                     raise ProtocolError(
-                        f"episode {episode.uid}: reported {turns} turns and {longest_sequence} tokens at "
-                        f"its end, but {durable}"
+                        f"episode {episode.uid}: the worker reported {turns} turns and {longest_sequence} "
+                        f"tokens, but {durable}"
                     )
 
                 if frames:
@@ -183,17 +183,15 @@ class RecordHandler:
             return  # sent again to a restarted coordinator, perhaps after its parts
         if message.turn > episode.turns:
             raise ProtocolError(
-                f"episode {episode.uid}: got turn {message.turn} where turn {episode.turns} was expected"
+                f"episode {episode.uid}: expected turn {episode.turns}, got turn {message.turn}"
             )
 
         frame = _single_frame(frames)
         turn = decode_turn(frame)
         check_turn(episode.uid, turn, episode.rows, self.fleet.vocabulary)
-        check_logprobs(f"episode {episode.uid} turn {turn.index}", turn.generation)
+        check_logprobs(f"episode {episode.uid}, turn {turn.index}", turn.generation)
         if turn.index != message.turn:
-            raise ProtocolError(
-                f"episode {episode.uid}: got turn {turn.index} where turn {message.turn} was expected"
-            )
+            raise ProtocolError(f"episode {episode.uid}: expected turn {message.turn}, got turn {turn.index}")
 
         if self._reject_unpushed(worker, episode, turn.generation, now):
             return
@@ -226,7 +224,7 @@ class RecordHandler:
         if episode.uid not in self.buffer.episodes or newest_version <= self.fleet.versions.newest.step:
             return False
 
-        problem = f"{worker.name} names v{newest_version}, which was never pushed"
+        problem = f"{worker.name} reports v{newest_version}, which was never pushed"
         log.error(problem)
         self.workers.engines.quarantine(worker.peer, now)
         self.workers.give_up_attempt(worker, episode, FailReason.ENGINE_LOST, problem, now)

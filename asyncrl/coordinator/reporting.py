@@ -181,7 +181,7 @@ class Reporter:
             self._metrics_file.append(self._unwritten_rows)
             self._unwritten_rows = b""
         except OSError as error:
-            log.error("metrics.jsonl: %s; written with the next row", error)
+            log.error("metrics.jsonl: %s; retrying with the next row", error)
 
     @property
     def seconds(self) -> float:

@@ -60,7 +60,7 @@ class ScorerHandler:
     def welcome_supervisor(self, peer: bytes, message: SupervisorHello, now: float) -> None:
         """Handle the hello of a supervisor, first or repeated."""
         if message.index >= len(self._servers):
-            self.journal.outbox.to_control(peer, Stop(f"no scorer {message.index}"))
+            self.journal.outbox.to_control(peer, Stop(f"no scorer has the index {message.index}"))
             return
 
         name = "scorer {} {}".format(*self._servers[message.index])
@@ -87,7 +87,7 @@ class ScorerHandler:
         missing_scorers = (
             name for name, _ in self._servers if name not in connected_scorers and name != "reward"
         )
-        return next((f"a server of scorers.{name}" for name in missing_scorers), "")
+        return next((f"a scorers.{name} server" for name in missing_scorers), "")
 
     def table_entries(self, engines: Sequence[EngineEntry]) -> Iterator[EngineEntry]:
         """Yield the entries of the scorers' own servers, and of engines that serve scorers without servers.

@@ -81,7 +81,7 @@ class ShiftHandler:
             return  # an answer to an earlier message, or a repetition
 
         if message.error:
-            log.warning("%s did not fall asleep: %s", engine.name, message.error)
+            log.warning("%s did not go to sleep: %s", engine.name, message.error)
             return
 
         engine.asleep = True
@@ -128,9 +128,11 @@ class ShiftHandler:
         if shifts.shift is Shift.SLEEPING:
             self._put_to_sleep(now)
             awake_names = [engine.name for engine in engines if not engine.asleep]
-            waits.append(f"the trainer waits for its shift: {', '.join(vacant_names + awake_names)} to sleep")
+            waits.append(
+                f"the trainer waits for its shift: {', '.join(vacant_names + awake_names)} must sleep first"
+            )
         elif self.engines.may_wake:
-            waits.append(f"engines load v{self.versions.newest.step}")
+            waits.append(f"engines are loading v{self.versions.newest.step}")
         elif shifts.shift is Shift.WAKING and ranks.offloaded:
             waits.append(f"engines wait for their shift: v{self.batches.committed} must be written first")
         elif shifts.shift is Shift.WAKING:
@@ -192,7 +194,7 @@ class ShiftHandler:
                     incarnations.append(process.hello.incarnation)
 
             for name in filter(None, incarnations):
-                reason = f"{self.role} {name} has not fallen asleep within {deadline:g} s"
+                reason = f"{self.role} {name} has not gone to sleep within {deadline:g} s"
                 self._replace(Replace(self.role, reason, name))
 
             # A process has not reported in since the coordinator's start.
@@ -200,7 +202,8 @@ class ShiftHandler:
                 self._start_deadline = now + self.fleet.liveness.start_seconds
                 self._replace(
                     Replace(
-                        self.role, f"not all processes of {self.role} have reported in, so they cannot sleep"
+                        self.role,
+                        f"some {self.role} processes have not reported in, so the engines cannot sleep",
                     )
                 )
 

@@ -131,7 +131,7 @@ class TrainerHandler:
 
             self.ranks = Ranks(peers, message.incarnation, message.ranks)
             for rank in [rank for rank in peers if rank.hello.incarnation != message.incarnation]:
-                peers.remove_process(rank.peer, "replaced by a new start", now)
+                peers.remove_process(rank.peer, "replaced by a restarted trainer", now)
             log.info("trainer epoch %d begins at step %d", self.fleet.trainer_epoch, message.step)
 
             if message.step > self.batches.committed:
@@ -170,11 +170,13 @@ class TrainerHandler:
         committed = self.batches.committed
         if any(number not in retained_batches for number in range(step + 1, committed + 1)):
             steps = (
-                f"steps {min(retained_batches)} to {max(retained_batches)}" if retained_batches else "no step"
+                f"only the plans for steps {min(retained_batches)} to {max(retained_batches)}"
+                if retained_batches
+                else "no plans"
             )
             raise ProtocolError(
-                f"the trainer's checkpoint is from step {step}, but the run store holds the plans of "
-                f"{steps}: they belong to different runs; restore both from the same copy"
+                f"the trainer's checkpoint is from step {step}, but the run store has {steps}, so the two "
+                "belong to different runs; restore both from the same copy"
             )
 
     def note_heartbeat(self, peer: bytes, message: trainer.TrainerHeartbeat, now: float) -> None:
@@ -238,7 +240,7 @@ class TrainerHandler:
         batch = self.batches.by_step.get(message.step)
         expected_hash = batch.plan_hash if batch is not None else stored_hash
         if message.plan_hash != expected_hash:
-            raise ProtocolError(f"commit of step {message.step} names a plan that was never issued")
+            raise ProtocolError(f"the commit for step {message.step} names a plan that was never issued")
 
         first_commit = message.step > self.batches.committed
         if batch is not None:
@@ -306,9 +308,9 @@ class TrainerHandler:
             self._given_up_epoch = message.trainer_epoch
             self.store.put_meta("given_up", str(self._given_up_epoch))
 
-        stop_reason = "it is skipped, and training returns to the newest checkpoint"
+        stop_reason = "skipping the batch, and returning to the newest checkpoint"
         if message.reason == "memory":
-            stop_reason = f"retrying it: {limits.describe_change(message)}"
+            stop_reason = f"retrying the step: {limits.describe_change(message)}"
         self.outbox.to_control(peer, shared.Stop(stop_reason))
         return running_episodes
 
@@ -324,10 +326,10 @@ class TrainerHandler:
         if self.config.trainer.on_spike == "stop" or self._spike_count > MAX_SPIKES:
             remedy = ", or skip such batches with trainer.on_spike=rollback"
             if self._spike_count > MAX_SPIKES:
-                remedy = f"; {MAX_SPIKES} other batches of this step were skipped before"
+                remedy = f" ({MAX_SPIKES} other batches have already been skipped at this step)"
             raise ProtocolError(
-                f"{message.detail}; the step is not trained, and its plan is kept; resume=auto repeats it "
-                f"from the newest checkpoint: set a smaller trainer.lr or another loss{remedy}"
+                f"{message.detail}; the step was not trained, and resume=auto repeats its plan from the "
+                f"newest checkpoint; before that, set a smaller trainer.lr or another loss{remedy}"
             )
 
         log.warning("%s; skipped: %s", message.detail, " ".join(batch.uids))
@@ -420,7 +422,7 @@ class TrainerHandler:
             return ""
         if self.checkpoint_step < 0:
             return f"{self._checkpoint_problem}; no checkpoint exists yet"
-        return f"{self._checkpoint_problem}; the newest checkpoint is of step {self.checkpoint_step}"
+        return f"{self._checkpoint_problem}; the newest checkpoint is from step {self.checkpoint_step}"
 
     def describe_unsaved_stop(self, reason: str) -> str:
         """Return the message for a stop without a checkpoint."""
@@ -428,9 +430,9 @@ class TrainerHandler:
         saved_step = self.checkpoint_step
         waits = (rank.heartbeat.waiting for rank in self.ranks.peers if rank.heartbeat)
         reason = "; ".join(filter(None, (reason, *waits)))
-        starting_point = f"the checkpoint of step {saved_step}" if saved_step >= 0 else "the start"
+        starting_point = f"the checkpoint from step {saved_step}" if saved_step >= 0 else "the start"
         repeated = f"resume=auto repeats the steps since {starting_point}"
-        return f"stopped without a checkpoint of step {step}: {reason}; {repeated}"
+        return f"stopped without a checkpoint at step {step}: {reason}; {repeated}"
 
     # -- bulk ----------------------------------------------------------------------------------------
 
@@ -502,7 +504,7 @@ class TrainerHandler:
         make_plan = partial(trainer.WorkPlan, step, request.part)
 
         if version.step > batches.committed:
-            raise ProtocolError(f"the trainer asked for step {step} before committing step {version.step}")
+            raise ProtocolError(f"the trainer requested step {step} before committing step {version.step}")
 
         if self.stopping:
             self._stop_step = version.step

@@ -104,7 +104,7 @@ class Validation:
 
         if self.session is not None:
             log.warning(
-                "skipping the validation of step %d: that of step %d has not finished",
+                "skipping the validation of step %d: the validation of step %d has not finished",
                 step,
                 self.session.step,
             )
@@ -165,9 +165,11 @@ class Validation:
             if not self.engines.remote:
                 self._session_resources.enter_context(disk.lock_version(start.ref))
         except WeightsError as error:
-            log.warning("no validation of step %d: its weights are gone (%s)", start.step, error)
+            log.warning(
+                "skipping the validation of step %d: its weights no longer exist (%s)", start.step, error
+            )
             if start.step:  # the weights of step 0 are published again
-                self.workers.cancel_episodes(self.episodes.end_session("the weights are gone"))
+                self.workers.cancel_episodes(self.episodes.end_session("the weights no longer exist"))
                 self._store_session(None)
             return False
 
@@ -205,7 +207,7 @@ class Validation:
 
         is_late = self.fleet.engine_time(now) > self.deadline
         if is_late:
-            log.error("validation of step %d abandoned: not finished by its deadline", session.step)
+            log.error("abandoning the validation of step %d: its deadline has passed", session.step)
         if is_late or not self._in_flight:
             self._end_session(session)
             return

@@ -282,8 +282,8 @@ class WorkerHandler:
                 acked_steps = [engine.acked.step for engine in self.fleet.versions.engines.values()]
                 acked_count = sum(step >= min_version for step in acked_steps)
                 self.fleet.waits.append(
-                    f"new episodes wait for weights v{max(0, min_version)}: "
-                    f"{acked_count} of {len(acked_steps)} engines acked"
+                    f"new episodes wait for weights v{max(0, min_version)}, "
+                    f"acknowledged by {acked_count} of {len(acked_steps)} engines"
                 )
                 continue
 

@@ -130,8 +130,8 @@ def benchmark_rows(
         if missing := [name for name in benchmark.columns if name not in source_row]:
             source_name = source or benchmark.repository
             raise ConfigError(
-                f"{source_name}: no column {', '.join(missing)} (found: {', '.join(source_row)}); "
-                f"the columns of {benchmark.repository} are expected"
+                f"{source_name}: missing columns: {', '.join(missing)} (found: {', '.join(source_row)}); "
+                f"use a copy of {benchmark.repository}, or a data set with the same columns"
             )
 
         row = benchmark.convert_row(source_row, instruction_text)
@@ -147,7 +147,7 @@ def read_split(source: str, config: str, split: str) -> Iterator[Row]:
     """Read the rows of one split, from a file, a directory or a hub repository. ConfigError on failure."""
     if Path(source).suffix in READERS:
         return read_rows(Path(source))
-    return load_split(source, config, split, "pass a local copy, a directory or a file, with --source")
+    return load_split(source, config, split, "pass a local copy (a directory or a file) with --source")
 
 
 def question_passages(

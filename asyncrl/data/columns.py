@@ -20,7 +20,7 @@ SAMPLE_PARTS = (
     *("messages", "response", "tools"),
 )
 EXTRA_PREFIX = "extra_info."
-BINARY_DATA = "binary data that are not UTF-8 text"
+BINARY_DATA = "binary data that is not UTF-8 text"
 TEXT_TYPES = (date, time, timedelta, UUID)  # types that JSON lacks, written as text
 MAX_LEVELS = 200  # levels of nesting, so that readers of a sample stay below the recursion limit
 
@@ -31,9 +31,9 @@ def check_columns(columns: Mapping[str, str]) -> None:
         if name not in SAMPLE_PARTS and not (name.startswith(EXTRA_PREFIX) and name != EXTRA_PREFIX):
             nearest = difflib.get_close_matches(name, SAMPLE_PARTS, n=1)
             raise ConfigError(
-                f"data.columns: {name!r} is not a part of a sample; "
-                + (f"did you mean {nearest[0]}? " if nearest else "")
-                + f"the parts are: {', '.join(SAMPLE_PARTS)}, {EXTRA_PREFIX}NAME"
+                f"data.columns: {name!r} is not part of a sample"
+                + (f" (did you mean {nearest[0]}?)" if nearest else "")
+                + f"; the parts are {', '.join(SAMPLE_PARTS)}, {EXTRA_PREFIX}NAME"
             )
 
 
@@ -72,10 +72,10 @@ def as_object(where: str, column: str, value: Any) -> dict[str, Any]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise ConfigError(f"{where}: column {column} is text, but not JSON") from None
+            raise ConfigError(f"{where}: the {column} column contains text that is not JSON") from None
 
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: column {column} must be an object, not {type(value).__name__}")
+        raise ConfigError(f"{where}: the {column} column must be an object, not {type(value).__name__}")
 
     return value
 
@@ -87,12 +87,14 @@ def as_json(where: str, column: str, value: Any) -> str:
         TypeError,
         ValueError,
         RecursionError,
-        text=f"{where}: column {column} cannot be written as JSON",
+        text=f"{where}: the {column} column cannot be written as JSON",
     ):
         text = json.dumps(value, ensure_ascii=False, default=_text_value)
 
     if text.count("[") + text.count("{") > MAX_LEVELS and is_deeper(json.loads(text), MAX_LEVELS):
-        raise ConfigError(f"{where}: {column} is nested deeper than {MAX_LEVELS} levels; flatten it")
+        raise ConfigError(
+            f"{where}: the {column} column is nested deeper than {MAX_LEVELS} levels; flatten the value"
+        )
     if "NaN" in text or "Infinity" in text:
         text = json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
 
@@ -102,7 +104,7 @@ def as_json(where: str, column: str, value: Any) -> str:
 def as_text(where: str, column: str, value: Any) -> str:
     """Return a name as text, '' if there is none. Binary data are refused, as the name would read b'…'."""
     if isinstance(value, bytes):
-        raise ConfigError(f"{where}: column {column} contains {BINARY_DATA}; write text")
+        raise ConfigError(f"{where}: the {column} column contains {BINARY_DATA}; write text")
     return str(value or "")
 
 
@@ -110,7 +112,7 @@ def _text_value(value: Any) -> str:
     if isinstance(value, TEXT_TYPES):
         return str(value)
     kind = BINARY_DATA if isinstance(value, bytes) else f"a value of type {type(value).__name__}"
-    raise TypeError(f"it contains {kind}; write text, a number, a list or an object")
+    raise TypeError(f"found {kind}; write text, a number, a list or an object")
 
 
 # -- columns and settings that a run ignores ---------------------------------------------------------
@@ -159,7 +161,7 @@ class IgnoredSettings:
     def unmet_requests(self, config: RunConfig) -> list[str]:
         """Return a line for each request that the run does not meet, and a line for unread columns."""
         lines = [
-            f"{count} samples request {text}"
+            f"{count} {'sample requests' if count == 1 else 'samples request'} {text}"
             for (setting, name), count in self._request_counts.items()
             if (text := _unmet_request(config, setting, name))
         ]
@@ -168,11 +170,12 @@ class IgnoredSettings:
         for name in self._unread_columns:
             if all(name not in (column, column.partition(".")[0]) for column in config.data.columns.values()):
                 nearest = difflib.get_close_matches(name, READ_COLUMNS, n=1, cutoff=0.8)
-                unread_names.append(f"{name} (meant {nearest[0]}?)" if nearest else name)
+                unread_names.append(f"{name} (did you mean {nearest[0]}?)" if nearest else name)
 
         if unread_names:
             advice = (
-                "pass on what tools, environments or rewards need: 'data.columns={extra_info.NAME: COLUMN}'"
+                "to pass a column to tools, environments and rewards, set "
+                "'data.columns={extra_info.NAME: COLUMN}'"
             )
             lines.append(f"unused columns: {', '.join(unread_names)}; {advice}")
 
@@ -186,21 +189,27 @@ def _unmet_request(config: RunConfig, setting: str, name: str) -> str:
     has_leader = bool(rollout.agent or rollout.environment)
 
     if setting == "reward_manager":
-        return f"the reward_manager {name!r}, but asyncrl has none; implement its behaviour as rollout.reward"
+        return (
+            f"the reward_manager {name!r}, but asyncrl has no reward managers; implement the manager's "
+            "behaviour as rollout.reward"
+        )
 
     if setting == "style" and name == "model" and not has_model_reward:
         return (
-            f"a reward model (reward_model.style), but rollout.reward is {', '.join(rewards)}; set it to "
-            "reward_model, classifier or llm_judge (docs/guides/rewards.md)"
+            f"a reward model (reward_model.style), but rollout.reward is {', '.join(rewards)}; set "
+            "rollout.reward to reward_model, classifier or llm_judge (docs/guides/rewards.md)"
         )
 
     if setting == "interaction" and not has_leader:
-        return f"the interaction {name!r} (extra_info.interaction_kwargs); set rollout.environment"
+        return (
+            f"the interaction {name!r} (extra_info.interaction_kwargs), but the run has no environment; set "
+            "rollout.environment"
+        )
 
     loop_is_possible = {PLAIN_LOOP: True, TOOL_LOOP: has_leader or bool(rollout.tools)}
     if setting == "agent_name" and not loop_is_possible.get(name, has_leader):
         key = "rollout.tools" if name == TOOL_LOOP else "rollout.agent or rollout.environment"
-        return f"the agent loop {name!r} (agent_name), but nothing runs their episodes; set {key}"
+        return f"the agent loop {name!r} (agent_name), which the run does not have; set {key}"
 
     return ""
 

@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError, one_line
 from asyncrl.isolation.images import Image, find_image
 
 TASK_FILE = "task.toml"
-NO_NETWORK = 'sandboxes have no network; if the task needs none, write network_mode = "no-network"'
+NO_NETWORK = 'sandboxes have no network; if the task does not need one, write network_mode = "no-network"'
 OWN_IMAGE = "tests run in the task's own image, with its workspace"
 REFUSED_FIELDS = {
     "steps": "a task has one instruction and one verdict; make each step a separate task",
@@ -33,7 +33,7 @@ REFUSED_FIELDS = {
     "environment.gpus": "sandboxes have no GPU",
     "environment.tpu": "sandboxes have no TPU",
     "environment.mcp_servers": "tasks cannot start MCP servers; list the server in rollout.tools",
-    "environment.healthcheck": "services of the image are not started",
+    "environment.healthcheck": "services in the image are not started",
     **{f"verifier.{name}": OWN_IMAGE for name in ("environment_mode", "environment", "collect")},
 }
 """Fields of task.toml that change what a task is, and why they are refused."""
@@ -65,33 +65,37 @@ class _Package(msgspec.Struct, frozen=True):
 
 class _Metadata(msgspec.Struct, frozen=True):
     workspace: Annotated[
-        list[str], _honoured_field("not in Harbor: directories that are judged; default: `workdir`")
+        list[str], _honoured_field("directories that are judged (not in Harbor); default: `workdir`")
     ] = []
     protected: Annotated[
-        list[str], _honoured_field("not in Harbor: files that the tests see as they are in the image")
+        list[str], _honoured_field("files that the tests see unchanged, as in the image (not in Harbor)")
     ] = []
 
 
 class _Environment(msgspec.Struct, frozen=True):
-    docker_image: Annotated[
-        str, _honoured_field("an imported image; default: the image with the folder's name")
-    ] = ""
-    workdir: Annotated[str, _honoured_field("where programs start; default: the image's directory")] = ""
+    docker_image: Annotated[str, _honoured_field("name of an imported image; default: the folder's name")] = (
+        ""
+    )
+    workdir: Annotated[str, _honoured_field("directory where programs start; default: the image's")] = ""
     env: Annotated[
         Variables, _honoured_field("variables for the agent and the tests; `${…}` is rejected")
     ] = {}
     memory_mb: Annotated[int, _honoured_field("memory for a sandbox, in MiB", ge=1)] | None = None
-    storage_mb: Annotated[int, _honoured_field("limit on the files written in it, in MiB", ge=1)] | None = (
+    storage_mb: (
+        Annotated[int, _honoured_field("space for files written in a sandbox, in MiB", ge=1)] | None
+    ) = None
+    memory: Annotated[str, _honoured_field("the same as a string, such as `2G`", **SIZE_BOUNDS)] | None = None
+    storage: Annotated[str, _honoured_field("the same as a string, such as `10G`", **SIZE_BOUNDS)] | None = (
         None
     )
-    memory: Annotated[str, _honoured_field("the same as a string, `2G`", **SIZE_BOUNDS)] | None = None
-    storage: Annotated[str, _honoured_field("the same as a string, `10G`", **SIZE_BOUNDS)] | None = None
 
 
 class _Agent(msgspec.Struct, frozen=True):
     timeout_sec: Annotated[float, _honoured_field("time limit for the agent", **TIME_BOUNDS)] | None = None
     user: (
-        Annotated[str | int, _honoured_field("`root` or 0: the sandbox's root; any other value: its user")]
+        Annotated[
+            str | int, _honoured_field("`root` or 0 means the sandbox's root; any other value, its user")
+        ]
         | None
     ) = None
 
@@ -148,8 +152,8 @@ def read_tasks(directory: str | Path) -> Iterator[TaskFolder]:
     folders = [root] if _is_task(root) else sorted(filter(_is_task, root.glob("*")))
     if not folders:
         raise ConfigError(
-            f"{directory}: no task (a folder with {TASK_FILE}, see docs/guides/tasks.md); to read files of "
-            f"rows, use a pattern: {directory}/*.parquet"
+            f"{directory}: no task (a folder with {TASK_FILE}, see docs/guides/tasks.md); to read rows from "
+            f"files, use a pattern such as {directory}/*.parquet"
         )
 
     for folder in folders:
@@ -158,7 +162,9 @@ def read_tasks(directory: str | Path) -> Iterator[TaskFolder]:
         except ConfigError as error:
             raise ConfigError(f"{folder}: {error}") from error
         except OSError as error:
-            raise ConfigError(f"{folder}: not readable ({one_line(error)}); correct it") from error
+            raise ConfigError(
+                f"{folder}: not readable ({one_line(error)}); check the files and their permissions"
+            ) from error
 
 
 def _is_task(path: Path) -> bool:
@@ -172,7 +178,7 @@ def _read_folder(folder: Path) -> TaskFolder:
     try:
         fields = msgspec.convert(document, HonouredFields)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{TASK_FILE}: {error}; correct it (docs/guides/tasks.md)") from None
+        raise ConfigError(f"{TASK_FILE}: {error}; correct the field (docs/guides/tasks.md)") from None
 
     instruction = CANARY_LINES.sub("", _parse_file(folder / "instruction.md", str))
     if not instruction.strip():
@@ -183,10 +189,12 @@ def _read_folder(folder: Path) -> TaskFolder:
         for name, value in getattr(fields, section).env.items():
             key = f"{TASK_FILE}: {section}.env"
             if not name.isidentifier() or "\0" in value:
-                raise ConfigError(f"{key} {name!r} is not a valid variable; correct it")
+                raise ConfigError(f"{key} {name!r} is not a valid variable; correct its name or value")
             if "${" in value:
-                reason = "would come from this machine, and the model could read it; write the value itself"
-                raise ConfigError(f"{key} {name} = {value} {reason}")
+                raise ConfigError(
+                    f"{key} {name} = {value} would take a value from this machine, which the model could "
+                    "read; write the value itself"
+                )
 
     image = _find_task_image(folder, environment.docker_image)
     directory = environment.workdir or image.directory
@@ -215,9 +223,9 @@ def _parse_file(path: Path, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise ConfigError(f"{path.name} is missing; a task needs it") from None
+        raise ConfigError(f"{path.name} is missing; every task needs this file") from None
     except ValueError as error:
-        raise ConfigError(f"{path.name}: not readable ({one_line(error)}); correct it") from None
+        raise ConfigError(f"{path.name}: not readable ({one_line(error)}); correct the file") from None
 
 
 def _ignored_fields(folder: Path, document: dict[str, Any]) -> dict[str, Any]:
@@ -268,7 +276,7 @@ def _check_directory(image: Image, path: str, judged: bool) -> None:
     """ConfigError unless the path is a directory of the image and, if `judged`, may be judged."""
     key = f"{TASK_FILE}: {'metadata.workspace' if judged else 'environment.workdir'} {path!r}"
     if not path.startswith("/") or "\0" in path or ".." in path.split("/"):
-        raise ConfigError(f"{key} is not an absolute path; correct it")
+        raise ConfigError(f"{key} is not an absolute path without '..'; correct the path")
 
     parts = Path(path).parts[1:]
     if judged and (parts or ("",))[0] in OUTSIDE_WORKSPACES:
@@ -284,7 +292,7 @@ def _check_directory(image: Image, path: str, judged: bool) -> None:
         for layer in filter(lambda layer: os.path.lexists(layer + inner_path), layers):
             mode = os.lstat(layer + inner_path).st_mode
             if not directory_layers and stat.S_ISLNK(mode):
-                raise ConfigError(f"{key} leads through a link, {inner_path}; name the directory itself")
+                raise ConfigError(f"{key} leads through the link {inner_path}; name the directory itself")
             if not stat.S_ISDIR(mode):
                 break  # this file hides the directories of the layers below
 
@@ -292,7 +300,10 @@ def _check_directory(image: Image, path: str, judged: bool) -> None:
 
         layers = directory_layers
         if not layers:
-            raise ConfigError(f"{key} is not a directory of its image; correct it, or create it in the image")
+            raise ConfigError(
+                f"{key} is not a directory in the task's image; correct the path, or create the directory in "
+                "the image"
+            )
 
 
 def _mebibytes(size: str | None) -> int:
@@ -303,13 +314,13 @@ def _read_tests(folder: Path, fields: HonouredFields) -> TaskTests:
     """Read the directory tests. ConfigError without a test.sh, and for links that lead out."""
     directory = folder / "tests"
     if not (directory / "test.sh").is_file():
-        raise ConfigError("tests/test.sh is missing; it judges the task")
+        raise ConfigError("tests/test.sh is missing; every task needs this script, which judges the task")
 
     real_directory = f"{os.path.realpath(folder)}/tests"
     for path in (directory, *directory.rglob("*")):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(real_directory):
             raise ConfigError(
-                f"{path.relative_to(folder)} is a link that points outside tests; copy the files"
+                f"{path.relative_to(folder)} is a link that points outside tests/; copy the files into tests/"
             )
 
     config = directory / "config.json"
@@ -318,7 +329,7 @@ def _read_tests(folder: Path, fields: HonouredFields) -> TaskTests:
     names_by_key: dict[str, tuple[str, ...]] = {}
     for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):
         value = test_lists.get(key)
-        with ConfigError.instead_of(ValueError, text=f"tests/config.json: {key} is not a list of names"):
+        with ConfigError.instead_of(ValueError, text=f"tests/config.json: {key} is not a list of test names"):
             names = msgspec.json.decode(value) if isinstance(value, str) else value or ()
             names_by_key[key] = msgspec.convert(names, tuple[str, ...])
 

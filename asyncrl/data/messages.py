@@ -28,7 +28,7 @@ def read_messages(where: str, value: Any, role: str = "user") -> tuple[Message, 
     try:
         messages = [_read_message(where, dict(item)) for item in value]
     except (TypeError, ValueError, RecursionError) as error:  # of dict(), json and msgspec
-        raise ConfigError(f"{where} must hold messages {{role, content, …}} ({one_line(error)})") from None
+        raise ConfigError(f"{where} must contain messages {{role, content, …}} ({one_line(error)})") from None
 
     # Some templates write the tool's name with a reply: the answered call has the name.
     names = {call.id: call.name for message in messages for call in message.tool_calls if call.id}
@@ -62,7 +62,7 @@ def _read_message(where: str, fields: dict[str, Any]) -> Message:
 
     role = fields["role"]
     if role not in ROLES:
-        raise ConfigError(f"{where} has a message with the role {role!r}; the roles are {', '.join(ROLES)}")
+        raise ConfigError(f"{where} has a message with the role {role!r}; use one of {', '.join(ROLES)}")
 
     content = fields.get("content", "")
     if isinstance(content, list):
@@ -72,7 +72,7 @@ def _read_message(where: str, fields: dict[str, Any]) -> Message:
         if unsupported_parts:
             part = unsupported_parts[0]
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ConfigError(f"{where} has content of type {kind}; only text can be trained here")
+            raise ConfigError(f"{where} has content of type {kind}; only text is supported")
 
         content = "".join(str(part.get("text", "")) for part in content)
 
@@ -96,6 +96,9 @@ def _read_tool_call(where: str, call: Any) -> ToolCall:
         arguments = {key: value for key, value in arguments.items() if value is not None}
 
     if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
-        raise ConfigError(f"{where} has a tool call that is not {{name, arguments: an object}}")
+        raise ConfigError(
+            f"{where} has a tool call that does not have the form {{name, arguments}}, where arguments is an "
+            "object"
+        )
 
     return ToolCall(function["name"], json.dumps(arguments, ensure_ascii=False), str(call.get("id") or ""))

@@ -94,19 +94,19 @@ class EpochOrder:
         if self._hook is None:
             return drawn_numbers
 
-        where = f"data.order: {self._hook_name} of epoch {epoch}"
+        where = f"data.order: {self._hook_name}, epoch {epoch}"
         try:
             with users_code():
                 order = [int(number) for number in self._hook(self.samples, list(drawn_numbers), epoch)]
         except Exception as error:
             raise ConfigError(
-                f"{where} failed: {describe(error)}; it must return the numbers in `drawn` in another order"
+                f"{where}: {describe(error)}; the function must return the numbers in `drawn` in any order"
             ) from error
 
         if sorted(order) != sorted(drawn_numbers):
             raise ConfigError(
-                f"{where} returns {len(order)} numbers, not the {len(drawn_numbers)} drawn ones in another "
-                "order; each must occur as often as in `drawn`"
+                f"{where}: the function returned {len(order)} numbers that are not a reordering of the "
+                f"{len(drawn_numbers)} numbers in `drawn`; each number must occur as often as in `drawn`"
             )
 
         return order
@@ -126,8 +126,8 @@ def draw_counts(weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
 
     if 0 in counts:
         raise ConfigError(
-            f"data.train: source {counts.index(0)} has the weight {weights[counts.index(0)]:g} of "
-            f"{sum_of_weights:g}, less than one of the {total} draws of an epoch; raise the weight, "
+            f"data.train: source {counts.index(0)} has a weight of {weights[counts.index(0)]:g} out of "
+            f"{sum_of_weights:g}, which is less than one of the {total} draws in an epoch; raise the weight, "
             "or remove the source"
         )
 

@@ -19,14 +19,14 @@ from asyncrl.errors import ConfigError, one_line
 Row = dict[str, Any]
 BATCH_ROWS = 1024  # rows of a parquet file decoded at once
 UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-TOO_DEEP = "it is nested too deeply"
+TOO_DEEP = "a value is nested too deeply"
 
 
 def read_rows(path: Path) -> Iterator[Row]:
     """Read all rows of a file, in order. ConfigError for an unreadable or empty file."""
     if path.suffix not in READERS:
         suffixes = ", ".join(READERS)
-        raise ConfigError(f"{path}: unknown data format; the suffix must be one of {suffixes}")
+        raise ConfigError(f"{path}: unknown data format; use a file with one of the suffixes {suffixes}")
     if not path.is_file():
         raise ConfigError(
             f"{path}: no such file; correct the path, or see docs/guides/data.md for other sources"
@@ -44,7 +44,7 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield row
 
     if is_empty:
-        raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
+        raise ConfigError(f"{path}: the data set is empty; add at least one sample")
 
 
 def _read_parquet(path: Path) -> Iterator[Any]:
@@ -153,7 +153,7 @@ def _skip_byte_order_mark(file: BinaryIO) -> None:
     """Skip the byte order mark with which some programs begin a file in UTF-8."""
     start = file.read(len(codecs.BOM_UTF8))
     if start.startswith(UTF_16_MARKS):
-        raise ValueError("the file is in UTF-16; save it in UTF-8")
+        raise ValueError("the file is encoded in UTF-16; save the file as UTF-8")
     if start != codecs.BOM_UTF8:
         file.seek(0)
 
@@ -190,7 +190,7 @@ def _read_csv(path: Path) -> Iterator[Any]:
         try:
             for row in reader:
                 if None in row:
-                    raise ValueError(f"line {reader.line_num}: more values than the header has names")
+                    raise ValueError(f"line {reader.line_num}: more values than the header has columns")
 
                 yield row
         except csv.Error as error:

@@ -77,37 +77,37 @@ def read_samples(
             yield read_question(origin, row, layout)
 
     if is_empty:
-        raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
+        raise ConfigError(f"{path}: the data set is empty; add at least one sample")
 
 
 def read_question(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:
     """Read a prompt to sample from. ConfigError for a bad row."""
     if "prompt" not in row:
-        raise ConfigError(f"{origin}: no prompt column; {_columns_hint(row, 'prompt', 'ground_truth')}")
+        raise ConfigError(f"{origin}: no prompt column {_columns_hint(row, 'prompt', 'ground_truth')}")
     if row["prompt"] is None:
-        raise ConfigError(f"{origin}: column prompt is null; provide some text, or remove the row")
+        raise ConfigError(f"{origin}: the prompt column is null; provide some text, or remove the row")
 
     if row.get("tools") not in (None, "", "[]", []) and "tools" not in layout.columns.values():
         raise ConfigError(
-            f"{origin}: column tools contains schemas, but nothing would answer their calls: list tools in "
-            "rollout.tools, and those that a sample may use in extra_info.tools; to pass the schemas to your "
-            "own agent, set 'data.columns={extra_info.schemas: tools}'"
+            f"{origin}: the tools column contains schemas, but nothing would answer calls to these tools; "
+            "list tools in rollout.tools, and the tools that a sample may use in extra_info.tools; to pass "
+            "the schemas to your own agent, set 'data.columns={extra_info.schemas: tools}'"
         )
 
     truth = _ground_truth(origin, row)
     if layout.truth and as_json(str(origin), "ground_truth", truth) == "null":
         raise ConfigError(
             f"{origin}: no ground truth for {layout.truth}: neither reward_model.ground_truth nor a "
-            f"ground_truth column; {_columns_hint(row, 'ground_truth')}"
+            f"ground_truth column {_columns_hint(row, 'ground_truth')}"
         )
 
-    prompt = read_messages(f"{origin}: column prompt", row["prompt"])
+    prompt = read_messages(f"{origin}: the prompt column", row["prompt"])
     last = prompt[-1]
     if last.role == "assistant" and (last.tool_calls or not last.content.strip()):
         raise ConfigError(
-            f"{origin}: column prompt ends with an assistant message that has "
-            f"{'tool calls' if last.tool_calls else 'no text'}; the model continues this message: "
-            "give it text and no tool calls, or end the prompt with a user or tool message"
+            f"{origin}: the prompt column ends with an assistant message that has "
+            f"{'tool calls' if last.tool_calls else 'no text'}, but the model continues such a message; "
+            "write text and no tool calls in the message, or end the prompt with a user or tool message"
         )
 
     return _make_sample(origin, row, _with_system_prompt(prompt, layout), truth, _extra_info(origin, row))
@@ -116,13 +116,14 @@ def read_question(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:
 def _read_demonstration(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:
     if row.get("messages") is not None:
         prompt: tuple[Message, ...] = ()
-        learned_messages = read_messages(f"{origin}: column messages", row["messages"])
+        learned_messages = read_messages(f"{origin}: the messages column", row["messages"])
     elif row.get("prompt") is not None and row.get("response") is not None:
-        prompt = _with_system_prompt(read_messages(f"{origin}: column prompt", row["prompt"]), layout)
-        learned_messages = read_messages(f"{origin}: column response", row["response"], role="assistant")
+        prompt = _with_system_prompt(read_messages(f"{origin}: the prompt column", row["prompt"]), layout)
+        learned_messages = read_messages(f"{origin}: the response column", row["response"], role="assistant")
     else:
         raise ConfigError(
-            f"{origin}: no messages column, and no prompt with a response; {_columns_hint(row, 'messages')}"
+            f"{origin}: no messages column, and no prompt and response columns "
+            f"{_columns_hint(row, 'messages')}"
         )
 
     if all(message.role != "assistant" for message in learned_messages):
@@ -130,7 +131,7 @@ def _read_demonstration(origin: RowOrigin, row: Row, layout: RowLayout) -> Sampl
 
     extra_info = _extra_info(origin, row)
     if tools := row.get("tools"):  # a list of schemas, which may be JSON text
-        problem = f"{origin}: column tools must be a list of schemas"
+        problem = f"{origin}: the tools column must be a list of schemas"
         with ConfigError.instead_of(ValueError, RecursionError, text=problem):
             tools = json.loads(tools) if isinstance(tools, str) else tools
             extra_info["tool_schemas"] = msgspec.convert(tools, list[dict[str, Any]])
@@ -162,7 +163,7 @@ def _make_sample(
 ) -> Sample:
     if media := next((name for name in MEDIA_COLUMNS if row.get(name)), ""):
         raise ConfigError(
-            f"{origin}: column {media} is not empty; only text can be trained here, so remove it"
+            f"{origin}: the {media} column is not empty; only text is supported, so remove the column"
         )
 
     sample = Sample(
@@ -180,13 +181,13 @@ def _make_sample(
     except UnicodeEncodeError as error:
         surrogate = ascii(error.object[error.start])
         raise ConfigError(
-            f"{origin}: contains {surrogate}, a lone surrogate (half of a character), which is not valid "
-            "text; correct the row"
+            f"{origin}: the row contains {surrogate}, a lone surrogate (half of a character), which is not "
+            "valid text; correct the row"
         ) from None
 
     if size > MAX_SAMPLE_BYTES:
         raise ConfigError(
-            f"{origin}: the sample has {size:,} bytes, more than the {MAX_SAMPLE_BYTES:,} that can be sent "
+            f"{origin}: the sample takes {size:,} bytes, but at most {MAX_SAMPLE_BYTES:,} bytes can be sent "
             "to rewards and tools; remove columns, or store large values in files and put the paths in "
             "the row"
         )
@@ -198,5 +199,6 @@ def _columns_hint(row: Row, *parts: str) -> str:
     """List the row's columns, and show how to configure which of them are the `parts`."""
     example = ", ".join(f"{part}: NAME" for part in parts)
     return (
-        f"found: {', '.join(row) or 'none'}; map it with 'data.columns={{{example}}}' (docs/guides/data.md)"
+        f"(found: {', '.join(row) or 'none'}); map your columns with 'data.columns={{{example}}}' "
+        "(docs/guides/data.md)"
     )

@@ -43,7 +43,7 @@ def source_paths(config: DataConfig, split: str) -> list[str]:
     unweighted = [source for source in sources if isinstance(source, str)]
     if weighted and unweighted:
         raise ConfigError(
-            f"data.train: {unweighted[0]} has no weight; set a weight for all sources, or for none"
+            f"data.train: {unweighted[0]} has no weight; set a weight for every source, or for none"
         )
     return weighted or unweighted
 
@@ -81,8 +81,8 @@ def _read_hub(path: str, split: str) -> Iterator[tuple[RowOrigin, Row]]:
     chosen_config, _, chosen_split = selection.partition(":")
 
     hint = (
-        "the format is hf:OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]; without a network, load it once on a "
-        "machine that has one, and copy its cache (HF_HOME) to this machine"
+        "the format is hf:OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]; if this machine has no network, load the "
+        "data set once on a machine that has one, and copy the cache (HF_HOME) to this machine"
     )
     for number, row in enumerate(load_split(name, chosen_config, chosen_split or split, hint, revision)):
         yield RowOrigin(name, number), json_value(row)
@@ -127,7 +127,8 @@ def _read_users_dataset(plugin: Plugin, path: str) -> Iterator[tuple[RowOrigin, 
     while (row := _call_dataset(call_text, lambda: next(rows, NO_MORE_ROWS))) is not NO_MORE_ROWS:
         if not isinstance(row, Mapping):
             raise ConfigError(
-                f"{call_text} yields {type(row).__name__}; rows are dicts of columns and values"
+                f"{call_text} yielded a row of type {type(row).__name__}; every row must be a dict that maps "
+                "columns to values"
             )
 
         origin = RowOrigin(path, number)
@@ -140,7 +141,7 @@ def _plain_row(row: Mapping[str, Any], origin: RowOrigin) -> Row:
     try:
         return json_value(dict(row))
     except RecursionError:
-        raise ConfigError(f"{origin}: {TOO_DEEP}; flatten its values, or store them as JSON text") from None
+        raise ConfigError(f"{origin}: {TOO_DEEP}; flatten the value, or store it as JSON text") from None
 
 
 def _call_dataset(where: str, function: Callable[[], Any]) -> Any:
@@ -150,4 +151,6 @@ def _call_dataset(where: str, function: Callable[[], Any]) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{where} failed: {describe(error)}; it must return an iterable of rows") from error
+        raise ConfigError(
+            f"{where} failed: {describe(error)}; the call must return an iterable of rows"
+        ) from error

@@ -53,7 +53,7 @@ class Samples(Sequence[Sample]):
                 return cls(file)
         except (OSError, ValueError, struct.error) as error:
             raise ConfigError(
-                f"{path}: not readable ({error}); the launcher writes it: restart the launcher"
+                f"{path}: not readable ({error}); restart the launcher, which writes the file again"
             ) from None
 
     @classmethod
@@ -115,11 +115,11 @@ def check_same_data(samples: Samples, recorded_fingerprint: str, filtered_by: st
     fingerprint equals `recorded_fingerprint`, or that is empty (a new run). `filtered_by`: changed settings
     that filter other prompts."""
     if recorded_fingerprint not in ("", samples.fingerprint):
-        advice = "; restore the data (and, for tasks, their images)"
+        advice = "; restore the data (and the images of tasks)"
         if filtered_by:
-            advice = f": data.filter_overlong depends on {filtered_by}; restore that setting"
+            advice = f" (data.filter_overlong depends on {filtered_by}); restore the earlier value"
 
         raise ConfigError(
-            "data.train: the samples, or their order, differ from those the run started with"
+            "data.train: the samples or their order have changed since the run started"
             f"{advice}, or start a new run with another name=…"
         )

@@ -49,8 +49,8 @@ class TaskTests(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 UNNAMED_TESTS = (
-    "their score is whatever test.sh says, usually an exit code, and code under test can fake that by ending "
-    "the process with 0; name the tests in tests/config.json and write a JUnit report (docs/guides/tasks.md, "
+    "their score is whatever test.sh reports, usually an exit code, which the code under test can fake by "
+    "exiting with 0; name the tests in tests/config.json, and write a JUnit report (docs/guides/tasks.md, "
     "What is judged)"
 )
 """Why a task without named tests is worth a warning, and what to do."""
@@ -94,6 +94,8 @@ def check_task(sample: Sample, judged: bool) -> TaskTests | None:
         find_image(task.image)
 
     if tests and not Path(tests.tests, "test.sh").is_file():
-        raise ConfigError(f"{where}: {tests.tests}/test.sh, which judges it, is missing; restore it")
+        raise ConfigError(
+            f"{where}: {tests.tests}/test.sh, which judges the task, is missing; restore the script"
+        )
 
     return tests

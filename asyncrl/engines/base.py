@@ -131,11 +131,11 @@ def check_request(request: Request, vocabulary: int, max_len: int) -> None:
     if prompt_length == 0:
         problem = "the prompt is empty"
     elif min(request.ids) < 0 or max(request.ids) >= vocabulary:
-        problem = f"the prompt has IDs outside the vocabulary of {vocabulary} tokens"
+        problem = f"the prompt contains token IDs outside the vocabulary (size {vocabulary})"
     elif prompt_length + 1 > max_len:
-        problem = f"{prompt_length} prompt tokens leave no room for a new token within max_len {max_len}"
+        problem = f"a prompt of {prompt_length} tokens leaves no room for a new token (max_len={max_len})"
     elif sampling.max_new_tokens < 1 or sampling.temperature < 0:
-        problem = f"sampling parameters out of range: {sampling}"
+        problem = f"sampling parameters are out of range: {sampling}"
 
     if problem:
         raise EngineRefused(f"session {request.session!r}: {problem}")

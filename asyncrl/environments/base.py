@@ -25,16 +25,16 @@ class Environment(Protocol):
     """
 
     tools: Sequence[dict[str, Any]] = ()
-    """OpenAI schemas of tools that the environment answers, known after `reset`. A turn that calls such a
-    tool is passed to `step` as a whole, like every turn without calls. All other calls run as tools, and do
-    not reach `step`."""
+    """OpenAI schemas of the tools that the environment answers itself, available after `reset`. A turn that
+    calls any of these tools is passed to `step` in full, like every turn without calls. All other calls run
+    as tools and do not reach `step`."""
 
     replay: Literal["reapply", "no"] = "reapply"
-    """How the episode continues after a crash. `reapply`: the recorded turns are passed to `step` of a new
-    environment, which must give the same answers. `no`: the episode starts again."""
+    """How the episode continues after a crash. `reapply`: a new environment receives the recorded turns
+    through `step` and must give the same answers. `no`: the episode starts again from scratch."""
 
     timeout: float | None = None
-    """Time limit of each answer of the environment, in seconds; None: `rollout.tool_timeout`."""
+    """Time limit for each answer from the environment, in seconds; None means `rollout.tool_timeout`."""
 
     @abstractmethod
     async def reset(self, sample: Sample) -> Observation:
@@ -54,10 +54,10 @@ class Environment(Protocol):
 
 
 environments: Registry[Callable[..., Environment]] = Registry("environment")
-"""Classes, or functions that make an environment. Keyword-only parameters are the options."""
+"""Environment classes, or functions that return an environment. Keyword-only parameters are the options."""
 
 
-ENVIRONMENT_CALL = Call("a class, or a function that makes an environment", makes=True)
+ENVIRONMENT_CALL = Call("a class, or a function that returns an environment", makes=True)
 _REQUIRED_MEMBERS = ("reset", "step", "cut_short", "close", "tools", "replay", "timeout")
 
 
@@ -88,9 +88,9 @@ def _check_environment(environment: Environment, key_path: str) -> None:
 
     timeout = environment.timeout
     if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
-        raise ConfigError(f"{key_path}: its timeout must be a number of seconds above 0, not {timeout!r}")
+        raise ConfigError(f"{key_path}: timeout must be a number of seconds greater than 0, not {timeout!r}")
     if environment.replay not in ("reapply", "no"):
-        raise ConfigError(f"{key_path}: its replay must be 'reapply' or 'no', not {environment.replay!r}")
+        raise ConfigError(f"{key_path}: replay must be 'reapply' or 'no', not {environment.replay!r}")
 
 
 def text_observation(text: str, reward: float = 0.0, done: bool = False) -> Observation:

@@ -55,7 +55,7 @@ class Gymnasium(Environment):
         self._render_mode = "ansi" if "ansi" in render_modes and show != "observation" else None
         if show == "text" and self._render_mode is None:
             raise ConfigError(
-                f"{id} renders no text (modes: {', '.join(render_modes) or 'none'}); set show=auto"
+                f"{id} cannot render text (render modes: {', '.join(render_modes) or 'none'}); set show=auto"
             )
 
         self._describe = load_object(describe, "description") if describe else None
@@ -128,7 +128,7 @@ def _make_action_reader(action_space: Any, action_names: Sequence[str]) -> Calla
     action_count = int(action_space.n)
     if action_names and len(action_names) != action_count:
         raise ConfigError(
-            f"there are {action_count} actions, but {len(action_names)} names for them "
+            f"actions must list {action_count} names, one for each action, not {len(action_names)} "
             f"({', '.join(action_names)})"
         )
 
@@ -164,14 +164,14 @@ def _find_render_modes(id: str) -> list[str]:
         if isinstance(creator, str):
             creator = gymnasium.envs.registration.load_env_creator(creator)
     except (gymnasium.error.Error, ImportError, AttributeError) as error:
-        raise ConfigError(f"no environment {id!r} ({one_line(error)})") from None
+        raise ConfigError(f"unknown environment {id!r} ({one_line(error)})") from None
 
     return list(getattr(creator, "metadata", {}).get("render_modes", ()))
 
 
 def _read_json_object(text: str) -> dict[str, Any]:
-    with ConfigError.instead_of(ValueError, text=f"arguments {text!r} are not JSON"):
+    with ConfigError.instead_of(ValueError, text=f"arguments must be a JSON object, not {text!r}"):
         json_object = json.loads(text)
     if not isinstance(json_object, dict):
-        raise ConfigError(f"arguments {text!r} are not a JSON object")
+        raise ConfigError(f"arguments must be a JSON object, not {text!r}")
     return json_object

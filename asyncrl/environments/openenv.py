@@ -96,7 +96,7 @@ class OpenEnv(Environment):
                     url, max_msg_size=MAX_MESSAGE_BYTES, proxy=proxy_of(url)
                 )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise OpenEnvError(f"{self._url}: no connection ({one_line(error)})") from error
+            raise OpenEnvError(f"{self._url}: cannot connect ({one_line(error)})") from error
 
         answer = await self._exchange_messages("reset", arguments)
         if isinstance(answer, _ServerError):
@@ -156,7 +156,8 @@ class OpenEnv(Environment):
             )
         else:
             raise OpenEnvError(
-                f"no field {self._shown_field!r}; the observation has {', '.join(step_result.observation)}"
+                f"show: the observation has no field {self._shown_field!r}; its fields are "
+                f"{', '.join(step_result.observation)}"
             )
         return text_observation(text, step_result.reward or 0.0, step_result.done)
 

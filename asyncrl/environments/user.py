@@ -12,7 +12,7 @@ USER_INSTRUCTIONS = """You play a user who talks with an assistant. Who you are 
 
 {scenario}
 
-Write only the user's next message: short, natural, in character. Tell details when you are asked for them.
+Write only the user's next message: short, natural, in character. Give details when you are asked for them.
 Never do the assistant's work. When you have what you wanted, or it is plain that you will not get it, write
 {stop} and nothing else."""
 
@@ -28,7 +28,7 @@ class ScriptedUser(Environment):
     async def reset(self, sample: Sample) -> Observation:
         replies = sample.extra_info.get("user")
         if not isinstance(replies, list) or not all(isinstance(text, str) and text for text in replies):
-            raise ValueError(f"extra_info.user of row {sample.row} must be a list of texts")
+            raise ValueError(f"row {sample.row}: extra_info.user must be a list of non-empty strings")
         self._replies = iter(replies)
         return Observation()
 
@@ -73,7 +73,9 @@ class SimulatedUser(Environment):
     async def reset(self, sample: Sample) -> Observation:
         scenario = sample.extra_info.get("user")
         if not isinstance(scenario, str) or not scenario:
-            raise ValueError(f"extra_info.user of row {sample.row} must describe the user and a goal")
+            raise ValueError(
+                f"row {sample.row}: extra_info.user must be a text that describes the user and a goal"
+            )
 
         instructions = USER_INSTRUCTIONS.replace("{stop}", self._stop_text).replace("{scenario}", scenario)
         roles = {"user": "assistant", "assistant": "user"}  # swapped, for the model that plays the user
@@ -94,6 +96,6 @@ class SimulatedUser(Environment):
         self._history.append(message)
         text = (await self._model.chat(self._history)).strip()[: self._max_chars]
         if not text:
-            raise ValueError("the model that plays the user gave an empty reply")
+            raise ValueError("the model that plays the user returned an empty reply")
         self._history.append(Message("assistant", text))
         return text_observation(text, done=self._stop_text in text)

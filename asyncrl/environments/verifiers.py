@@ -57,9 +57,9 @@ class Verifiers(Environment):
 
         roles = list(self._environment.config.agent_harnesses())
         if not role and len(roles) > 1:
-            raise ConfigError(f"there are several agents ({', '.join(roles)}); set role to the trained one")
+            raise ConfigError(f"role is missing; set role to the agent to train ({', '.join(roles)})")
         if role and role not in roles:
-            raise ConfigError(f"no agent {role!r}; the agents are: {', '.join(roles)}")
+            raise ConfigError(f"role: unknown agent {role!r}; available: {', '.join(roles)}")
 
         self._role = role or roles[0]
         self._roles = roles
@@ -82,7 +82,7 @@ class Verifiers(Environment):
                 prompt_message.content,
             ):
                 raise ValueError(
-                    f"the prompt in row {sample.row} does not match the opening messages of its task; "
+                    f"row {sample.row}: the prompt does not match the task's opening messages; "
                     "prepare the data again"
                 )
         return Observation(task_messages[len(sample.prompt) :])
@@ -110,7 +110,8 @@ class Verifiers(Environment):
         data = sample.extra_info.get(EXTRA_INFO_KEY)
         if data is None:
             raise ValueError(
-                f"extra_info.{EXTRA_INFO_KEY} of row {sample.row} is missing: the task's data as JSON text"
+                f"row {sample.row}: extra_info.{EXTRA_INFO_KEY} is missing; it must contain the task's data "
+                "as JSON text"
             )
         task_class = type(self._environment.taskset).task_type()
         data_class = task_class.data_type()
@@ -194,7 +195,7 @@ def from_verifiers(message: Any) -> Message:
     content = message.content or ""
     if not isinstance(content, str):
         if any(content_part.type != "text" for content_part in content):
-            raise ValueError("the environment shows an image; only text is supported")
+            raise ValueError("the environment sent an image, but only text is supported")
         content = "\n".join(content_part.text for content_part in content)
 
     tool_calls = tuple(
@@ -230,7 +231,7 @@ def load_verifiers(taskset: str, env: str, config: str) -> Any:
     except ImportError:
         raise ConfigError("verifiers is not installed; pip install 'asyncrl[verifiers]'") from None
 
-    with ConfigError.instead_of(Exception, text=f"cannot load the environment of taskset {taskset!r}"):
+    with ConfigError.instead_of(Exception, text=f"cannot load the environment for taskset {taskset!r}"):
         settings = msgspec.json.decode(config, type=dict[str, Any])
         taskset_settings = {**settings.get("taskset", {}), "id": taskset}
         environment = load_environment(
@@ -240,7 +241,7 @@ def load_verifiers(taskset: str, env: str, config: str) -> Any:
 
     if shared_toolsets or type(environment).start is not vf.Env.start:
         raise ConfigError(
-            f"taskset {taskset!r} has servers that its episodes share; let verifiers run the episode, as an "
-            "agent (rollout.agent)"
+            f"the episodes of taskset {taskset!r} share servers; let verifiers run the episodes as an agent "
+            "(rollout.agent)"
         )
     return environment

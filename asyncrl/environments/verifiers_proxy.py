@@ -27,15 +27,15 @@ from asyncrl.errors import one_line
 LIMIT_STOP = "max_total_tokens"  # verifiers' name for the stop of an episode that a limit ended
 
 Ask = Callable[[Messages], Awaitable[tuple[vf.AssistantMessage | None, bool]]]
-"""The messages since the model's last turn -> the model's next turn, and whether a further turn may follow.
-None: a limit ended the episode before the turn."""
+"""Maps the messages since the model's last turn to the model's next turn, and to whether another turn may
+follow. The turn is None if a limit ended the episode first."""
 
 
 class Unsupported(Exception):
     """The environment needs features that only verifiers' runner has."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"{reason}; verifiers can run the episode itself, as an agent (rollout.agent)")
+        super().__init__(f"{reason}; let verifiers run the episodes as an agent (rollout.agent)")
 
 
 class TaskTools:
@@ -72,7 +72,7 @@ class TaskTools:
             result: Any = await server.call_tool(tool_name, json.loads(call.arguments or "{}"))
             reply_text = "\n".join(part.text for part in result.content if part.type == "text")
         except KeyError:
-            reply_text = f"error: unknown tool {call.name!r}; there are: {', '.join(self._servers)}"
+            reply_text = f"error: unknown tool {call.name!r}; available: {', '.join(self._servers)}"
         except (ToolError, ValueError) as error:
             reply_text = f"error: {one_line(error)}"
         return vf.ToolMessage(tool_call_id=call.id, content=reply_text, name=call.name)
@@ -121,7 +121,9 @@ class AgentInteraction:
     def _opening_messages(self, message: str | Messages | None) -> Messages:
         data = self._task.data
         if (data.prompt is None) == (message is None):
-            raise ValueError("a task with a prompt starts with a bare turn(), any other task with a message")
+            raise ValueError(
+                "call turn() without a message if the task has a prompt, and with a message otherwise"
+            )
         system_messages = (
             [SystemMessage(content=data.system_prompt)] if data.system_prompt is not None else []
         )
@@ -177,9 +179,11 @@ class AgentProxy:
     @asynccontextmanager
     async def interaction(self, task: vf.Task, **unsupported: Any) -> AsyncIterator[AgentInteraction]:
         if self._begin_conversation is None:
-            raise Unsupported(f"agent {self._name!r} has no model; set others_url and others_model")
+            raise Unsupported(f"agent {self._name!r} has no model (others_url and others_model are not set)")
         if requested := [name for name, value in unsupported.items() if value]:
-            raise Unsupported(f"agent {self._name!r} is called with {', '.join(requested)}")
+            raise Unsupported(
+                f"agent {self._name!r} is called with unsupported arguments ({', '.join(requested)})"
+            )
 
         check_supported(task)
         task_record = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
@@ -191,7 +195,7 @@ class AgentProxy:
             task_tools = self._tools or TaskTools()
             for toolset in task.toolsets(task.config):
                 if self._tools is None:
-                    raise Unsupported(f"agent {self._name!r}, which is not trained, has tools")
+                    raise Unsupported(f"agent {self._name!r} has tools, but is not trained")
                 exit_stack.push_async_callback(toolset._exit_stack.aclose)  # closes resources of the toolset
                 await task_tools.add_toolset(toolset, task)
             yield AgentInteraction(
@@ -212,13 +216,13 @@ def check_supported(task: vf.Task) -> None:
         raise Unsupported("the task intercepts requests")
     for hook in task.hooks("stop"):
         if hook_boundary(hook, allow_trace=True) is not vf.Trace:
-            raise Unsupported(f"the task's stop {hook.__name__!r} reads requests or responses")
+            raise Unsupported(f"the task's stop function {hook.__name__!r} reads requests or responses")
 
 
 def _parse_messages(message: str | Sequence[Any] | None) -> Messages:
     """Return a user's turn as messages, from any form that the environment uses."""
     if message is None:
-        raise ValueError("a turn after the first one needs a message to answer")
+        raise ValueError("every turn after the first needs a message")
     if isinstance(message, str):
         return [UserMessage(content=message)]
     return [parse_message(part) if isinstance(part, dict) else part for part in message]

@@ -108,8 +108,8 @@ class EpisodeParts:
         template_names = set(re.findall(r"\w+", str(tokenizer.chat_template)))
         if unread_options := sorted(template_options.keys() - template_names):
             raise ConfigError(
-                f"model.template_args: the chat template does not read {unread_options[0]!r}; correct the "
-                "name, or remove it"
+                f"model.template_args: the chat template does not read {unread_options[0]!r}; correct or "
+                "remove the name"
             )
 
         today = first_day(Path(config.run_dir) / config.name)
@@ -147,9 +147,7 @@ def _generation_stop_ids(path: Path) -> list[int]:
 
     stop_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
     if not all(type(stop_id) is int for stop_id in stop_ids):
-        raise ConfigError(
-            f"{path}: eos_token_id is {eos_ids!r}, but must be an id or a list of ids; correct it"
-        )
+        raise ConfigError(f"{path}: eos_token_id must be a token ID or a list of token IDs, not {eos_ids!r}")
     return stop_ids
 
 
@@ -167,14 +165,15 @@ def check_chat(parts: EpisodeParts, prompt: tuple[Message, ...]) -> list[str]:
             chat.prompt_ids((Message("user", "?"),), (tool.schema_text,))
         except ConfigError as error:
             raise ConfigError(
-                f"rollout.tools: the model cannot be shown the tool {name!r}; change its signature: {error}"
+                f"rollout.tools: the tool {name!r} cannot be shown to the model: {error}; change the tool's "
+                "signature"
             ) from error
 
     if not rollout.environment:  # the environment's first message follows the prompt
         try:
             chat.prompt_ids(prompt, tuple(tool.schema_text for tool in tools.values()))
         except ConfigError as error:
-            raise ConfigError(f"data.train: sample 0: {error}; change the prompt") from error
+            raise ConfigError(f"data.train, sample 0: {error}; change the prompt") from error
 
     roles = []
     if rollout.tools:
@@ -202,7 +201,8 @@ def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], em
     )
     if chat.stop_ids and min(chat.stop_ids) >= embedding_rows:
         raise ConfigError(
-            f"model.path: every token that ends a turn is {min(chat.stop_ids)} or higher, but {advice}"
+            f"model.path: every token that ends a turn has an ID of at least {min(chat.stop_ids)}, but "
+            f"{advice}"
         )
 
     needs_text = chat.splits_at(missing_tokens)
@@ -225,7 +225,7 @@ def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], em
         if highest_id >= embedding_rows:
             token = next(token for token, token_id in missing_tokens.items() if token_id == highest_id)
             raise ConfigError(
-                f"{key}, sample {sample.row}: its prompt has the token {token!r} ({highest_id}), but "
+                f"{key}, sample {sample.row}: the prompt contains the token {token!r} ({highest_id}), but "
                 f"{advice}, or remove the token from the prompt or the chat template"
             )
 

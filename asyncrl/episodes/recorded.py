@@ -59,7 +59,7 @@ def stored_turns(reader: RunReader, episode: EpisodeRecord) -> tuple[list[Turn],
     try:
         frames = list(reader.turn_frames(episode.uid, episode.turns))
         kept_count = next((index for index, frame in enumerate(frames[::2]) if not frame), episode.turns)
-        missing_text = "its turns are no longer stored: set a larger store.keep_bytes"
+        missing_text = "the episode's turns are no longer stored; set a larger store.keep_bytes"
         return turns_of(frames[: 2 * kept_count]), missing_text if kept_count < episode.turns else ""
     except AsyncrlError as error:  # deleted since the index was read, or damaged
         return [], str(error)

@@ -23,17 +23,17 @@ from asyncrl.registry import (
 )
 
 Agent = Callable[..., Any]
-"""A function `(sample: Sample, endpoint: Endpoint) -> None | number | dict`, or a coroutine function. Reward
-functions see the returned value as `result`. Keyword-only parameters are options. A class whose instances are
-called like this is an agent as well: the constructor takes the options, and refuses options with ConfigError;
-all episodes of a worker share one instance."""
+"""A function or coroutine function `(sample: Sample, endpoint: Endpoint) -> None | number | dict`. Reward
+functions see the returned value as `result`. Keyword-only parameters are options. A class whose instances
+take these arguments is also an agent: the constructor takes the options, and raises ConfigError for invalid
+options; all episodes of a worker share one instance."""
 
 UNTRAINED_SIGNATURE = Call("def untrained(request: AgentRequest) -> bool", ("request",))
 AGENT_SIGNATURE = Call("async def agent(sample, endpoint, *, options)", ("sample", "endpoint"))
 
 
 class AgentError(AsyncrlError):
-    """An agent program failed, or a function of the user about the agent's requests."""
+    """An agent program failed, or a user's function that classifies the agent's requests raised an error."""
 
 
 agents: Registry[Agent | Harness] = Registry("agent")

@@ -78,7 +78,10 @@ class ChatRequest(msgspec.Struct, frozen=True):
     stream_options: StreamOptions | None = None
 
 
-UNSUPPORTED_FIELDS = {"functions": "use tools", "top_logprobs": "only the sampled token's log-prob is known"}
+UNSUPPORTED_FIELDS = {
+    "functions": "use tools",
+    "top_logprobs": "only the log-prob of the sampled token is available",
+}
 
 
 def read(body: bytes) -> ChatExchange:

@@ -170,8 +170,8 @@ class ContentPart(msgspec.Struct, frozen=True):
 Limit = Annotated[int, Meta(ge=1)]
 
 
-SAMPLING_EFFECT = "is ignored: the run sets the sampling (rollout.temperature)"
-HINT_EFFECT = "is only a hint: the model may answer otherwise, except with tool_choice none"
+SAMPLING_EFFECT = "is ignored, because the run sets the sampling parameters (rollout.temperature)"
+HINT_EFFECT = "is only a hint that the model may ignore (only tool_choice=none is enforced)"
 MAX_LOGGED_FIELDS = 200  # names of fields that are logged, since agents choose names
 FORM_FIELDS = ("tool_choice", "parallel_tool_calls", "response_format", "text")
 ModelName = Annotated[str, Meta(max_length=256)]  # any text: the name of the agent
@@ -187,7 +187,7 @@ def read_body(body: bytes, request_type: type[T], unsupported: Mapping[str, str]
 
     for field_name, advice in unsupported.items():
         if getattr(request, field_name):
-            raise ApiError(400, f"not supported: {field_name}: {advice}", "unsupported_parameter")
+            raise ApiError(400, f"{field_name} is not supported: {advice}", "unsupported_parameter")
 
     return request
 
@@ -207,7 +207,7 @@ def agent_request(
     if conversation and conversation[-1].role == "assistant":
         raise ApiError(
             400,
-            "the last message is from the assistant, but its text cannot be continued; add a user message",
+            "the last message is from the assistant and cannot be continued; add a user message",
         )
 
     choice_kind = tool_choice.get("type") if isinstance(tool_choice, dict) else tool_choice
@@ -248,7 +248,7 @@ def _tool_schema(schema: dict[str, Any]) -> str:
     """Return a tool's schema as JSON text. ApiError if the schema describes no function."""
     function = schema.get("function")
     if schema.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
-        raise ApiError(400, 'a tool is {"type": "function", "function": {"name": ...}}')
+        raise ApiError(400, 'a tool must have the form {"type": "function", "function": {"name": ...}}')
     return msgspec.json.encode(schema).decode()
 
 

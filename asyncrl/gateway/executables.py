@@ -56,18 +56,18 @@ async def why_not_executable(program: str, files: ProgramFiles, search_path: str
         if not head.startswith(b"#!"):
             if not head or _runs_other_formats():  # an unreadable file can be executable
                 return ""
-            return f"{subject} is neither a binary nor a script; begin it with a line such as #!/bin/sh"
+            return f"{subject} is neither a binary nor a script; add a first line such as #!/bin/sh"
 
         first_line, newline, _ = head[2:].partition(b"\n")
         line = os.fsdecode(first_line.partition(b"\0")[0])
         if newline and line.endswith("\r"):
-            return f"the first line of {path}, {'#!' + line!r}, ends with a carriage return; remove it"
+            return f"{path}: the first line ({'#!' + line!r}) ends with a carriage return; remove it"
 
         interpreter, *arguments = re.split(r"[ \t]+", line.strip(" \t"), maxsplit=1)
         if not interpreter:
-            return f"the first line of {path} names no interpreter"
+            return f"the first line of {path} does not name an interpreter"
 
-        named_by = f", which the first line of {path} names,"
+        named_by = f", named in the first line of {path},"
         subject = f"the interpreter {interpreter!r}{named_by}"
         path = interpreter
 
@@ -78,7 +78,10 @@ async def why_not_executable(program: str, files: ProgramFiles, search_path: str
             subject = f"{env_program!r}{named_by}"
             path = env_program if "/" in env_program else await files.look_up(env_program, search_path)
 
-    return f"more than {MAX_STEPS} scripts name each other as interpreters; the last one is {path!r}"
+    return (
+        f"more than {MAX_STEPS} scripts in a row name another script as the interpreter; the last script is "
+        f"{path!r}"
+    )
 
 
 def _started_by_env(argument: str = "") -> str:

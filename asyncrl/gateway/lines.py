@@ -56,18 +56,18 @@ def _placeholder_problem(previous_words: list[str], word: str) -> str:
 
     if known_names and (SHELL_TEXT.search(PLACEHOLDER.sub("", word)) or _runs_next(previous_words)):
         return (
-            f"{{{known_names[0]}}} is inside a program's text, {word!r}, and would run as part of it; "
-            f"pass it as an argument: sh -c 'agent \"$1\"' sh {{{known_names[0]}}}"
+            f"{{{known_names[0]}}} would run as part of the program text {word!r}; pass it as an argument: "
+            f"sh -c 'agent \"$1\"' sh {{{known_names[0]}}}"
         )
 
     last_placeholder = f"{{{placeholder_names[-1]}}}" if placeholder_names else ""
     if len(known_names) > 1 or (known_names and not word.endswith(last_placeholder)):
         return (
-            f"{{{known_names[0]}}} is in the middle of {word!r}; make it a separate word, or put it at the "
-            "end of a word"
+            f"{{{known_names[0]}}} is in the middle of {word!r}; put it at the end of the word, or make it a "
+            "separate word"
         )
     if word.endswith(last_placeholder) and len(placeholder_names) > len(known_names):
-        return f"unknown placeholder {last_placeholder}; known: {', '.join(sorted(LINE_PLACEHOLDERS))}"
+        return f"unknown placeholder {last_placeholder}; available: {', '.join(sorted(LINE_PLACEHOLDERS))}"
 
     return ""
 
@@ -123,7 +123,7 @@ def fill_word(word: str, values: Mapping[str, str]) -> str:
         looks_like_option = word == "{prompt}" and prompt.startswith("-")
         problem = "it begins with '-', so it would be read as an option" if looks_like_option else ""
         if len(prompt.encode(errors="replace")) > MAX_ARGUMENT_BYTES:
-            problem = f"it has more than {MAX_ARGUMENT_BYTES} bytes"
+            problem = f"it is longer than {MAX_ARGUMENT_BYTES} bytes"
         if "\0" in prompt:
             problem = "it contains a NUL character"
         if problem:

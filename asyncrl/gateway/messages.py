@@ -38,7 +38,7 @@ from asyncrl.types import EpisodeEnd, Message, StopReason
 
 # Depends on the prompt: with this header, no two tasks share a prefix.
 BILLING_HEADER = "x-anthropic-billing-header:"
-BILLING_EFFECT = "is left out, because it differs between tasks"
+BILLING_EFFECT = "is left out because the header differs between tasks"
 THOUGHT_SIGNATURE = "asyncrl"  # signs thoughts: clients send the signature back, nobody checks it
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -105,7 +105,10 @@ def read(body: bytes) -> MessagesExchange:
     conversation: Anthropic's clients know that code, and send all messages again."""
     request = read_body(body, MessagesRequest, {})
     if request.thread is not None:
-        text = "'thread': conversations are not stored; send all messages (tool runners: thread=False)"
+        text = (
+            "thread is not supported: conversations are not stored; send all messages "
+            "(set thread=False in tool runners)"
+        )
         raise ApiError(400, text, "thread_unsupported_request")
     return MessagesExchange(request)
 
@@ -203,7 +206,7 @@ class MessagesExchange(Exchange):
         functions = []  # the tools as chat completions write them
         for tool in request.tools or ():
             if tool.input_schema is None:
-                self.left_out[f"a tool {tool.type or tool.name!r}"] = "has no schema and is left out"
+                self.left_out[f"the tool {tool.type or tool.name!r}"] = "has no schema and is left out"
                 continue
             description = {"description": tool.description} if tool.description else {}
             function = {"name": tool.name, **description, "parameters": tool.input_schema}

@@ -219,7 +219,7 @@ class Command:
                 f"{self._program_name} was stopped after {seconds:g} s, when its time limit expired"
             )
             if task:
-                failure = f"its sandbox did not stop the program within {SPARE_SECONDS:g} s"
+                failure = f"the sandbox did not stop the program within {SPARE_SECONDS:g} s"
                 time_up.result = {"failed": failure}
                 stop.set_result(time_up)
                 await asyncio.wait([running], timeout=SPARE_SECONDS)
@@ -278,16 +278,13 @@ class Command:
             if image_program := await workspace.task.find_program(name):
                 return image_program
 
-        local_state = (
-            "and this machine does not have it either"
+        absence = (
+            "is neither in the image nor on this machine"
             if self._absence
-            else f"and {local_program} from this machine cannot be used there"
+            else f"is not in the image, and {local_program} from this machine cannot be used in the image"
         )
 
-        raise SetupError(
-            f"the image does not have the program {self._program_name!r}, {local_state}; install it in the "
-            "image"
-        )
+        raise SetupError(f"the program {self._program_name!r} {absence}; install the program in the image")
 
     async def _find_executable(self, workspace: EpisodeWorkspace) -> str:
         """Find the program as `_find_program` does. SetupError, or CommandError, also if it cannot be
@@ -437,7 +434,8 @@ def _checked_home_files(files: Mapping[str, str]) -> Mapping[str, str]:
         parts = path.split("/")
         if any(part in ("", ".", "..") for part in parts) or UNWRITABLE_CHARACTERS.search(path):
             raise ConfigError(
-                f"home_files {path!r} is not the path of a file in HOME, such as .config/agent.toml"
+                f"home_files {path!r} is not the path of a file in HOME; use a path such as "
+                ".config/agent.toml"
             )
         if paths_below := [other_path for other_path in files if other_path.startswith(f"{path}/")]:
             raise ConfigError(
@@ -447,7 +445,7 @@ def _checked_home_files(files: Mapping[str, str]) -> Mapping[str, str]:
             raise ConfigError(f"home_files {path!r} contains a NUL character or a lone surrogate")
 
     if (size := sum(len(text.encode()) for text in files.values())) > MAX_HOME_FILE_BYTES:
-        size_problem = f"home_files has {size} bytes, more than the {MAX_HOME_FILE_BYTES} allowed"
+        size_problem = f"home_files contains {size} bytes, but at most {MAX_HOME_FILE_BYTES} are allowed"
         raise ConfigError(f"{size_problem}; put large files into the image, or use show")
 
     return files

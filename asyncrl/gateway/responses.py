@@ -95,10 +95,10 @@ class ResponsesRequest(msgspec.Struct, frozen=True):
 
 
 UNSUPPORTED_FIELDS = {
-    "previous_response_id": "responses are not stored; send the whole input",
-    "conversation": "conversations are not stored; send the whole input",
+    "previous_response_id": "responses are not stored; send the complete input",
+    "conversation": "conversations are not stored; send the complete input",
     "background": "wait for the answer",
-    "prompt": "prompts are not stored; send instructions",
+    "prompt": "prompts are not stored; send the prompt as instructions",
 }
 
 
@@ -146,7 +146,7 @@ def _messages(items: Sequence[Item]) -> Iterator[Message]:
             case "message" if item.role:
                 yield Message(item.role, text_of(item.content))
             case _:
-                raise ApiError(400, f"an item of type {item.type!r} is not supported, or has no role")
+                raise ApiError(400, f"an item of type {item.type!r} is not supported or has no role")
 
     if model_message is not None:
         yield model_message
@@ -180,7 +180,8 @@ class WireTool(NamedTuple):
 def wire_tools(tool_list: Any, namespace: str = "") -> Iterator[WireTool]:
     """Read the tools of a request that the model can call. ApiError for invalid tools."""
     if not isinstance(tool_list, list) or not all(isinstance(tool, dict) for tool in tool_list):
-        raise ApiError(400, f"the tools of the namespace {namespace!r} are not a list of objects")
+        subject = f"the tools in namespace {namespace!r}" if namespace else "tools"
+        raise ApiError(400, f"{subject} must be a list of objects")
 
     for tool in tool_list:
         name = str(tool.get("name", ""))
@@ -232,7 +233,9 @@ class ResponsesExchange(Exchange):
         self.left_out = {f"a tool of type {kind!r}": "is left out" for kind in hosted_kinds}
         self._tools_by_name = {tool.function["name"]: tool for tool in tools}
         if same_names := [tool for tool in tools if self._tools_by_name[tool.function["name"]] != tool]:
-            raise ApiError(400, f"two tools are called {same_names[0].function['name']!r}; rename one")
+            raise ApiError(
+                400, f"two tools have the name {same_names[0].function['name']!r}; rename one of them"
+            )
 
         self.agent_request = agent_request(
             _messages(items),

@@ -68,7 +68,9 @@ COUNT_PATH = "/v1/messages/count_tokens"
 MAX_UNANSWERED = 8  # requests of an episode whose unanswered tries are remembered
 OTHER_BYTES = bytes(set(range(256)) - set(b"[{,"))
 # The first words tell opencode and qwen-code that the history must become shorter.
-TOO_LARGE_ERROR = f"Request Entity Too Large: the request has more than {MAX_BODY_BYTES >> 20} MiB; send less"
+TOO_LARGE_ERROR = (
+    f"Request Entity Too Large: the request is larger than {MAX_BODY_BYTES >> 20} MiB; send less"
+)
 # Errors of aiohttp for broken requests, and for clients that left.
 UNREAD_ERRORS = (HttpProcessingError, ConnectionError)
 # Headers with the number of the try.
@@ -104,7 +106,7 @@ class Endpoint(msgspec.Struct, frozen=True):
         if the episode has ended."""
         gateway = _gateways.get(self.api_key)
         if gateway is None:
-            raise AsyncrlError("the episode of this endpoint has ended, or another process runs it")
+            raise AsyncrlError("the episode of this endpoint has ended, or runs in another process")
         served_url = asyncio.run_coroutine_threadsafe(
             gateway.listen_for_episode(self.api_key, listener), gateway.loop
         )
@@ -265,7 +267,7 @@ class _UnreadRequests(logging.Filter):
     def log_counts(self) -> None:
         if self.counts:
             log.warning(
-                "%d requests from agents failed, or could not be read: %s",
+                "requests from agents that failed or could not be read: %d (%s)",
                 self.counts.total(),
                 ", ".join(f"{name} {count}" for name, count in self.counts.most_common()),
             )
@@ -308,19 +310,19 @@ class Gateway:
         self.loop = asyncio.get_running_loop()
         self._connections = Connections(self._runner.server)
 
-        setting = f"rollout.agent_address is {self._address!r}"
+        setting = f"rollout.agent_address {self._address!r}"
         try:
             (_, _, _, _, socket_address), *_ = await self.loop.getaddrinfo(
                 self._address, 0, type=socket.SOCK_STREAM
             )
             host = str(socket_address[0])
             if ip_address(host).is_unspecified:
-                problem = "to which agents cannot connect; set an address of this machine"
-                raise ConfigError(f"{setting}, {problem}")
+                problem = "agents cannot connect to this address; set an address of this machine"
+                raise ConfigError(f"{setting}: {problem}")
 
             self._listener = await self.loop.create_server(self._connections.protocol_factory(), host, 0)
         except OSError as error:
-            message = f"{setting}: {error.strerror or error}; set an address or a host name of this machine"
+            message = f"{setting}: {error.strerror or error}; set an address or host name of this machine"
             raise ConfigError(message) from error
 
         self._base_url = _listener_url(self._listener.sockets[0])
@@ -458,7 +460,7 @@ class Gateway:
             arrival_problem = f"the request's body did not arrive within {READ_SECONDS:g} s; send it again"
             raise ApiError(408, arrival_problem) from error
         except web.RequestPayloadError as error:
-            body_problem = "the request's body has invalid chunks, or is not as long as announced"
+            body_problem = "the request's body contains invalid chunks, or does not have the announced length"
             raise ApiError(400, body_problem) from error
 
         await self._connections.loop_times.until_released(running_episode)
@@ -481,7 +483,7 @@ class Gateway:
                 described_name = "a parameter with an episode's key in its name"
             else:
                 described_name = ascii(field_name[:100])[1:-1][:100]
-            log.warning("agents set %s, which %s", described_name, unheeded[field_name])
+            log.warning("agents sent %s, which %s", described_name, unheeded[field_name])
 
     async def _send_answer(
         self,
@@ -627,7 +629,7 @@ def _check_parts(body: bytes) -> None:
     """Raise ApiError for a body that would take too much time and memory to decode."""
     if len(body) > MAX_PARTS and len(body.translate(None, OTHER_BYTES)) > MAX_PARTS:
         count = f"{MAX_PARTS:,} brackets and commas"
-        raise ApiError(413, f"the request has more than {count}; send fewer or shorter messages")
+        raise ApiError(413, f"the request contains more than {count}; send fewer or shorter messages")
 
 
 def _listener_url(listener: socket.socket) -> str:

@@ -53,14 +53,14 @@ class TextRequest(msgspec.Struct, frozen=True):
     best_of: Any = None
 
 
-UNSUPPORTED_FIELDS = {"echo": "you already have the prompt", "suffix": "texts can only be continued"}
+UNSUPPORTED_FIELDS = {"echo": "you already have the prompt", "suffix": "text can only be continued"}
 
 
 def read(body: bytes) -> TextExchange:
     """Read a request. ApiError for an invalid request, or an unsupported option."""
     request = read_body(body, TextRequest, UNSUPPORTED_FIELDS)
     if request.best_of not in (None, request.n or 1):
-        raise ApiError(400, "not supported: best_of: use n", "unsupported_parameter")
+        raise ApiError(400, "best_of is not supported: use n", "unsupported_parameter")
     return TextExchange(request)
 
 
@@ -78,7 +78,7 @@ def _single_prompt(value: Any) -> str | tuple[int, ...]:
     if is_token_list and value:
         return tuple(value)
 
-    raise ApiError(400, "prompt must be a text or a list of token IDs, and must not be empty")
+    raise ApiError(400, "prompt must be a non-empty string or a non-empty list of token IDs")
 
 
 class TextExchange(Exchange):

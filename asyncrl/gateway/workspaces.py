@@ -58,7 +58,7 @@ CREDENTIAL_NAMES = (
     *("auth.json", ".credentials.json", "*token", "*tokens", "*token.*", "*tokens.*"),
     *("id_rsa*", "id_ed25519*", "*.pem"),
 )
-"""Patterns for names of files and directories that may hold logins."""
+"""Patterns for names of files and directories that may contain logins."""
 MAX_ERROR_BYTES = 1 << 16  # bytes of stderr that are kept
 FAST_READS = 256  # reads of an output, each at most 64 KiB; after that a pause follows each read
 PAUSE_SECONDS = 0.01  # after each further read
@@ -68,7 +68,7 @@ TRACEBACK_FRAME = re.compile(r'^ +File "([^"<>]+)", line (\d+)', re.MULTILINE)
 INSTALLED_PATH = re.compile(r"/(site|dist)-packages/|/lib/python\d")
 
 Streams = tuple[int, int, int]
-"""Descriptors of a program's standard input, output and error."""
+"""File descriptors for a program's standard input, output and error."""
 
 
 class LocalWorkspace:
@@ -186,14 +186,15 @@ class SandboxWorkspace:
         if result.ending is RunEnding.OVER:
             max_mb = self._jail.limits.resident
             raise CommandError(
-                f"it used more than {max_mb} MiB, including its files, and was killed; raise memory_mb"
+                f"{words[0]} used more than {max_mb} MiB, including its files, and was killed; raise "
+                "memory_mb"
             )
 
         if result.ending in (RunEnding.DIED, RunEnding.STARVED):  # code inside cannot cause these endings
-            cause = "its sandbox ended"
+            cause = "the program's sandbox stopped unexpectedly"
             if result.ending is RunEnding.STARVED:
                 cause = (
-                    "its sandbox was stopped because this machine was nearly out of memory; lower "
+                    "the program's sandbox was stopped because this machine was nearly out of memory; lower "
                     "rollout.slots"
                 )
             raise SetupError(f"task {self.task.task.name}: {cause}") if self.task else CommandError(cause)
@@ -208,7 +209,7 @@ EpisodeWorkspace = LocalWorkspace | SandboxWorkspace
 async def open_local_workspace(endpoint: Endpoint) -> AsyncIterator[LocalWorkspace]:
     """Make a workspace, which is removed at the end. CommandError if it cannot be made."""
     with ExitStack() as stack:
-        with CommandError.instead_of(OSError, text="the workspace of the episode could not be created"):
+        with CommandError.instead_of(OSError, text="the episode's workspace could not be created"):
             root = stack.enter_context(emptying.locked_directory(_workspaces_directory(), WORKSPACE_PREFIX))
             for directory in ("work", *OWN_DIRECTORIES):
                 os.mkdir(f"{root}/{directory}", 0o700)
@@ -245,7 +246,7 @@ async def open_sandbox_workspace(
         mkdir_result = await jail.run("shell", f"mkdir -p {directories}", MAKE_SECONDS)
         if mkdir_result.ending is not RunEnding.DONE:
             cause = mkdir_result.output.strip() or mkdir_result.ending
-            reason = f"the workspace in the sandbox could not be created: {cause}"
+            reason = f"the sandbox could not create its workspace: {cause}"
             raise SetupError(f"task {task.name}: {reason}") if task else CommandError(reason)
 
         yield workspace
@@ -340,8 +341,8 @@ def check_sandbox() -> None:
     try:
         check_isolation(" ".join(REQUIRED_ISOLATION))
     except ConfigError as error:
-        advice = f"{error}; or set sandbox: none, with which the model can read and write what you can"
-        raise ConfigError(f"sandbox: jail is not possible: {advice}") from error
+        advice = f"{error}; or set sandbox: none, which lets the model read and write everything that you can"
+        raise ConfigError(f"sandbox: jail cannot be used: {advice}") from error
 
 
 @cache
@@ -369,6 +370,6 @@ def check_tree(files: str, allow: Sequence[str]) -> None:
     if credential_paths:
         credential_paths.sort()
         raise ConfigError(
-            f"files {files!r}: the model could read {', '.join(credential_paths)}, which may hold "
+            f"files {files!r}: the model could read {', '.join(credential_paths)}, which may contain "
             f"logins; remove them, or set allow: {credential_paths[0]}"
         )

@@ -74,13 +74,13 @@ async def call_user(function: Callable[[], Any], seconds: float) -> Any:
 
     if not task.done():
         current_waits = list(waits.values())
-        last_wait = f" (it waits for {current_waits[-1]})" if current_waits else ""
+        last_wait = f" (waiting for {current_waits[-1]})" if current_waits else ""
         timeout_error = CallTimeout(f"no reply within {seconds:g} s{last_wait}")
         timeout_error.last_wait = last_wait
         raise timeout_error
 
     if task.cancelled():
-        raise RuntimeError("it was cancelled")
+        raise RuntimeError("the call was cancelled")
     return task.result()
 
 
@@ -171,7 +171,7 @@ def exits_raise() -> Iterator[None]:
     def refuse_exit(status: int) -> NoReturn:
         if os.getpid() != own_pid:
             real_exit(status)
-        raise SystemExit(f"os._exit({status}) in a process that it shares with other episodes")
+        raise SystemExit(f"os._exit({status}) was called in a process that other episodes share")
 
     os._exit = refuse_exit
     try:
@@ -232,7 +232,7 @@ class OwnThread:
             )
             if len(self._abandoned_threads) >= MAX_ABANDONED_THREADS:
                 raise CallTimeout(
-                    f"not available: {len(self._abandoned_threads)} earlier calls have not ended"
+                    f"not available: {len(self._abandoned_threads)} earlier calls are still running"
                 )
             self._thread = threading.Thread(target=self._serve_calls, daemon=True, name=self._name)
             self._thread.start()
@@ -297,7 +297,7 @@ class LoopThread:
         except asyncio.CancelledError:
             current_task = asyncio.current_task()
             if current_task is not None and not current_task.cancelling():
-                raise RuntimeError("it was cancelled by its own code") from None
+                raise RuntimeError("the call was cancelled by its own code") from None
             second_loop.call_soon_threadsafe(cancel_task)
             await asyncio.wait([result_future], timeout=CLOSE_SECONDS)
             result_future.cancel()

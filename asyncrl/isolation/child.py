@@ -152,9 +152,9 @@ def run_enclosed(function: str, arguments: Sequence[str], grace_seconds: float) 
 
 
 def describe_exit(exit_code: int) -> str:
-    """Say `was killed by SIGKILL`, or `ended with exit code 70`."""
+    """Say `was killed by SIGKILL`, or `exited with code 70`."""
     if exit_code >= 0:
-        return f"ended with exit code {exit_code}"
+        return f"exited with code {exit_code}"
     try:
         return f"was killed by {signal.Signals(-exit_code).name}"
     except ValueError:

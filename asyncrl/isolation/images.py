@@ -51,8 +51,8 @@ def images_directory() -> Path:
 def describe_no_room(images: str | Path, error: BaseException) -> str:
     """Say that the directory of images is full, and how to continue."""
     return (
-        f"{images} has no room for the image ({one_line(error)}); free space there, or set ASYNCRL_IMAGES to "
-        "another directory"
+        f"{images}: no space left for the image ({one_line(error)}); free some space, or set ASYNCRL_IMAGES "
+        "to another directory"
     )
 
 
@@ -71,12 +71,11 @@ def find_image(name: str) -> Image:
     except FileNotFoundError:
         known_names = ", ".join(sorted(path.name for path in images.glob("names/*"))) or "none"
         raise ConfigError(
-            f"no image named {name!r} (available: {known_names}); "
-            f"import one: asyncrl image import FILE --name {name}"
+            f"no image named {name!r} (available: {known_names}); run asyncrl image import FILE --name {name}"
         ) from None
     except (OSError, *UNDECODABLE) as error:
         raise ConfigError(
-            f"image {name!r} cannot be read ({error}); remove it, and import it again"
+            f"image {name!r} cannot be read ({error}); remove the image and import it again"
         ) from error
 
     return msgspec.structs.replace(image, root=roots[0], over=tuple(roots[1:]))

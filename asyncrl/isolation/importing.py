@@ -38,7 +38,9 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
     the image below the new image. ConfigError tells why an import is refused. Must be called outside of
     event loops."""
     if name and (not NAME_PATTERN.fullmatch(name) or name.startswith("sha256-")):
-        raise ConfigError(f"--name {name!r}: use up to 100 letters, digits and . _ -, but not sha256-")
+        raise ConfigError(
+            f"--name {name!r}: use up to 100 letters, digits and . _ -; the name must not begin with sha256-"
+        )
 
     if source != "-" and not os.path.exists(source):
         raise ConfigError(f"{source}: no such file or directory")
@@ -48,7 +50,8 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
     digests_below = tuple(Path(root).parent.name for root in layer_roots)
     if len(digests_below) > MAX_IMAGES_BELOW:
         raise ConfigError(
-            f"--over {over}: {MAX_IMAGES_BELOW} images already lie below it; flatten them into a single image"
+            f"--over {over}: this image already has {MAX_IMAGES_BELOW} images below it; flatten them into a "
+            "single image"
         )
     image = msgspec.structs.replace(image, digest="", root="", over=digests_below, size=0, files=0)
 
@@ -72,7 +75,7 @@ def import_image(source: str, name: str = "", over: str = "", bounds: Bounds = B
                 )
                 _refuse_hiding(str(root_directory), layer_roots)
             except CallTimeout:
-                timeout_text = f"not unpacked within {bounds.seconds} s (--seconds)"
+                timeout_text = f"unpacking took more than {bounds.seconds} s (--seconds)"
                 raise ConfigError(f"{source}: {timeout_text}; nothing was imported") from None
             except (ChildError, ConfigError) as error:
                 raise ConfigError(f"{source}: {error}; nothing was imported") from error
@@ -115,7 +118,8 @@ def remove_image(name: str) -> bool:
 
         if removes_image and digests_above:
             raise ConfigError(
-                f"image {name!r} is below {len(digests_above)} other images; remove {digests_above[0]} first"
+                f"image {name!r} lies below {len(digests_above)} other "
+                f"image{'s' * (len(digests_above) > 1)}; remove {digests_above[0]} first"
             )
 
         for image_name in names_by_digest[digest] if removes_image else [name]:
@@ -156,8 +160,8 @@ def _refuse_hiding(root: str, layer_roots: list[str]) -> None:
                 if layers_with_path[:1] == linking_layers[:1]:
                     link_target = os.readlink(layers_with_path[0] + path)
                     raise ConfigError(
-                        f"{path[1:]!r} is a link to {link_target!r} in the underlying image; this directory "
-                        f"would hide that target: put the files there, or delete the link first "
+                        f"{path[1:]!r} is a link to {link_target!r} in the underlying image, and this "
+                        f"directory would hide that target; put the files into it, or delete the link first "
                         f"({DELETED_PREFIX}NAME)"
                     )
                 pending_directories.append(
@@ -174,7 +178,7 @@ def _copy_stream(source: str, spool_path: str, bounds: Bounds) -> str:
         while chunk := source_file.read(CHUNK_BYTES):
             spool_file.write(chunk)
             if spool_file.tell() >> 20 >= bounds.mib:
-                raise ConfigError(f"{source}: is larger than {bounds.mib} MiB (--mib)")
+                raise ConfigError(f"the archive is larger than {bounds.mib} MiB (--mib)")
     return spool_path
 
 
@@ -192,8 +196,8 @@ def _lock_images(images: Path) -> Iterator[None]:
             if time.monotonic() > deadline:
                 lock_holder = f"process {Path(lock_file.name).read_text()}"
                 raise ConfigError(
-                    f"{lock_file.name}: {lock_holder} has held it for {LOCK_SECONDS:g} s; wait, or end that "
-                    "process"
+                    f"{lock_file.name}: {lock_holder} has held this lock for {LOCK_SECONDS:g} s; wait, or "
+                    "stop that process"
                 )
             time.sleep(0.05)
 

@@ -74,7 +74,7 @@ def find_layers(
     def open_member(name: str) -> IO[bytes]:
         member = index.get(posixpath.normpath(name))
         file = tar.extractfile(member) if member else None  # extractfile follows links inside the archive
-        return file or refuse(f"its manifest names {name[:200]!r}, which the archive lacks")
+        return file or refuse(f"the manifest lists {name[:200]!r}, which is not in the archive")
 
     def read_json(name: str, kind: type[T]) -> T:
         try:
@@ -87,7 +87,7 @@ def find_layers(
     if "manifest.json" in index:
         saved_images = read_json("manifest.json", list[_Saved])
         if len(saved_images) != 1:
-            refuse(f"holds {len(saved_images)} images; save only one")
+            refuse(f"the archive contains {len(saved_images)} images; save exactly one")
         config_name = saved_images[0].config
         layer_names = saved_images[0].layers
     else:
@@ -103,16 +103,18 @@ def find_layers(
                 name for name, platform in platforms.items() if platform.architecture == architecture
             ]
             if len(matching_names) != 1:
-                refuse(f"holds {len(matching_names)} images for {architecture}; save only one")
+                refuse(
+                    f"the archive contains {len(matching_names)} images for {architecture}; save exactly one"
+                )
             manifest = read_json(matching_names[0], _Manifest)
         if not manifest.config:
-            refuse("has no manifest with a configuration")
+            refuse("the archive has no manifest with a configuration")
         config_name = manifest.config.name
         layer_names = [layer.name for layer in manifest.layers]
 
     image_config = read_json(config_name, _Config)
     if image_config.architecture not in ("", architecture):
-        refuse(f"is an image for {image_config.architecture}; this machine is {architecture}")
+        refuse(f"the image is for {image_config.architecture}, but this machine is {architecture}")
 
     settings = image_config.config or _Settings()
     variable_pairs = (line.partition("=")[::2] for line in settings.environment or ())
@@ -122,7 +124,7 @@ def find_layers(
     user = settings.user or ""
 
     if "\0" in "".join((*environment, *environment.values(), directory, user)):
-        refuse("its settings contain a NUL character")
+        refuse("the image's settings contain a NUL character")
 
     directory = posixpath.normpath(directory)
     image = msgspec.structs.replace(image, environment=environment, directory=directory, user=user)

@@ -74,7 +74,7 @@ class ProcessPool(Generic[SetupT, RequestT, AnswerT]):
             async with asyncio.timeout(None if math.isinf(slot_seconds) else slot_seconds):
                 await self._free_slots.acquire()
         except TimeoutError:
-            raise ChildError(f"{self._name} was not free for {slot_seconds:g} s") from None
+            raise ChildError(f"{self._name} was busy for {slot_seconds:g} s") from None
 
         try:
             child = await self._take_child()

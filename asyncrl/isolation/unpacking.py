@@ -48,7 +48,7 @@ class Bounds(msgspec.Struct, frozen=True):
 
     mib: Annotated[int, Meta(description="MiB of files in all layers")] = 16_384
     files: Annotated[int, Meta(description="files and directories in all layers")] = 500_000
-    seconds: Annotated[int, Meta(description="seconds for unpacking")] = 1_800
+    seconds: Annotated[int, Meta(description="seconds of unpacking")] = 1_800
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -98,8 +98,8 @@ def _unpack_in_root(order: Order) -> Image:
             raise
         entry_text = f"entry {unpacking.current_entry[:200]!r}: " if unpacking.current_entry else ""
         known_reasons = {
-            MemoryError: f"a header over {MAX_MEMORY_BYTES >> 20} MiB",
-            RecursionError: "is nested in too many directories",
+            MemoryError: f"the header needs more than {MAX_MEMORY_BYTES >> 20} MiB",
+            RecursionError: "the path has too many directories",
         }
         failure_reason = known_reasons.get(type(error)) or reason(error)
         raise ConfigError(entry_text + failure_reason) from error
@@ -130,7 +130,7 @@ def _spool_directory(order: Order) -> IO[bytes]:
         nonlocal total_size
         total_size += member.size
         if total_size >> 20 >= order.bounds.mib:
-            refuse(f"has more than {order.bounds.mib} MiB of files (--mib)")
+            refuse(f"the directory contains more than {order.bounds.mib} MiB of files (--mib)")
         return member
 
     with tarfile.open(fileobj=spool_file, mode="w") as archive:
@@ -170,7 +170,7 @@ class _Unpacking:
 
         self.current_entry = ""
         if not self.has_image_below and not os.path.isfile("/bin/sh"):
-            refuse("has no /bin/sh: an image needs a shell")
+            refuse("/bin/sh is missing, but an image needs a shell")
         return image
 
     def add_digest(self, image: Image) -> Image:
@@ -230,7 +230,7 @@ class _Unpacking:
 
                 parts = [part for part in member.name.split("/") if part not in ("", ".")]
                 if ".." in parts:
-                    refuse("its name contains ..")
+                    refuse("the name contains ..")
                 yield tar, "/" + "/".join(parts), member
 
             tar.fileobj.seek(tar.offset)
@@ -245,7 +245,7 @@ class _Unpacking:
         directory, name = posixpath.split(path)
         if name == DELETE_ALL_BELOW:
             if self.has_image_below and directory == "/":
-                refuse("deletes the entire image below; import it without --over")
+                refuse("the entry deletes the entire image below; import the archive without --over")
             for inner_name in os.listdir(directory) if os.path.isdir(directory) else ():
                 _remove_path(posixpath.join(directory, inner_name))
             if self.has_image_below:
@@ -254,7 +254,7 @@ class _Unpacking:
         # A double prefix marks notes of aufs
         elif name.startswith(DELETED_PREFIX) and not name.startswith(DELETED_PREFIX * 2):
             if (name := name.removeprefix(DELETED_PREFIX)) in ("", ".", ".."):
-                refuse("does not name what to delete")
+                refuse("the entry does not name a file to delete")
             _remove_path(deleted_path := posixpath.join(directory, name))
             if self.has_image_below:
                 self._make_directories(directory)
@@ -294,7 +294,7 @@ class _Unpacking:
         if os.path.isdir(path):
             return
         if os.path.lexists(path) and not stat.S_ISCHR(os.lstat(path).st_mode):
-            refuse(f"{path!r} above it is not a directory")
+            refuse(f"the parent {path!r} is not a directory")
 
         self._make_directories(posixpath.dirname(path))
         self._count_entry()
@@ -304,9 +304,9 @@ class _Unpacking:
         self.file_count += 1
         self.total_size += size
         if self.file_count > self.bounds.files:
-            refuse(f"has more than {self.bounds.files} entries (--files)")
+            refuse(f"the layers contain more than {self.bounds.files} entries (--files)")
         if self.total_size > self.bounds.mib << 20:
-            refuse(f"has more than {self.bounds.mib} MiB of files (--mib)")
+            refuse(f"the layers contain more than {self.bounds.mib} MiB of files (--mib)")
 
 
 def _open_tar(file: IO[bytes]) -> tarfile.TarFile:
@@ -314,7 +314,7 @@ def _open_tar(file: IO[bytes]) -> tarfile.TarFile:
     try:
         return tarfile.open(fileobj=file)
     except tarfile.ReadError:
-        refuse("is not a tar archive, or is compressed with something other than gzip, bzip2 or xz")
+        refuse("the file is not a tar archive, or uses a compression other than gzip, bzip2 or xz")
 
 
 def _make_directory(path: str, mode: int) -> None:

@@ -28,8 +28,8 @@ from asyncrl.weights.model_files import read_json
 
 CHECK_SECONDS = 20.0  # seconds in which a child must have checked a copy; later the start checks by itself
 MAX_ANSWER_BYTES = 1 << 20  # bytes of a finding
-NOT_YET = "not checked yet (checked at the start)"
-NO_COPY = "not checked, because no small copy can be made; the loaded model is checked at the start"
+NOT_YET = "not checked yet (the check runs when the run starts)"
+NO_COPY = "not checked, because no small copy can be built; the loaded model is checked when the run starts"
 
 Purpose = Literal["engine", "trainer"]
 
@@ -96,7 +96,7 @@ async def _find_in_child(
     except CallTimeout:
         pass
     except ChildError as error:
-        reason = f"not checked ({error}); checked at the start"
+        reason = f"not checked ({error}); the check runs when the run starts"
     finally:
         child.kill()
         await child.wait_for_exit()
@@ -132,7 +132,7 @@ def _open_checks(model_path: str) -> Callable[[str], CopyFinding]:
                 try:
                     slot = SlotMemory(*slot_sizes(config))
                 except Exception as error:
-                    reason = f"the memory for the embedded engine's slots is unknown: {one_line(error)}"
+                    reason = f"cannot estimate the memory for the embedded engine's slots: {one_line(error)}"
             except ConfigError as error:
                 problems = {"engine": str(error)}
         return CopyFinding(problems, reason=reason if problems is not None else NO_COPY, slot=slot)

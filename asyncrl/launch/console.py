@@ -91,7 +91,7 @@ class Console:
             reason = (
                 "without a reward"
                 if HIGHEST in metrics
-                else "no result, because it did not finish before its deadline"
+                else "no result, because the validation missed its deadline"
             )
             self._print_plain(f"validation at step {step}: {', '.join(figures(HELD_OUT, metrics)) or reason}")
             return

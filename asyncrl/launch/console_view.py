@@ -51,7 +51,7 @@ MAX_HINT_LINES = 4
 # Levels of alerts that stand above the curves; alerts of other levels are hints below them.
 ALARM_LEVELS = ("bad", "warn")
 ALERT_COLORS = {"bad": "red", "warn": "yellow", "good": "green", "advice": "cyan"}  # by level of the alert
-KEYS_HELP = "g: newest good transcript, b: newest bad one"
+KEYS_HELP = "g: newest good transcript, b: newest bad transcript"
 BAR_CHARACTERS = "▁▂▃▄▅▆▇█"
 # Most characters of a plain line, and of the alert in it.
 PLAIN_LINE_WIDTH = 160

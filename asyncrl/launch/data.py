@@ -71,8 +71,8 @@ def check_data(parts: EpisodeParts) -> RunData:
 
     if len(train) < config.buffer.groups_per_batch:
         raise ConfigError(
-            f"data.train: {len(train)} samples are too few for one batch; lower buffer.groups_per_batch "
-            f"({config.buffer.groups_per_batch}) or add samples"
+            f"data.train: too few samples ({len(train)}) for one batch; lower buffer.groups_per_batch "
+            f"({config.buffer.groups_per_batch}), or add samples"
         )
 
     filter_changes = describe_changes(config, FILTER_KEYS) if config.data.filter_overlong else []
@@ -126,9 +126,9 @@ def _check_reward_columns(parts: EpisodeParts, split: str, samples: Samples) -> 
         if missing_columns:
             name = missing_columns[0]
             raise ConfigError(
-                f"data.{split}: rollout.reward {reward.name} needs the column {name!r}, but the first sample "
-                f"has {', '.join(sample.columns)}; {missing_column_advice(name)}, or give the parameter a "
-                "default"
+                f"data.{split}: rollout.reward {reward.name} needs a {name!r} column, but the first sample "
+                f"has only {', '.join(sample.columns)}; {missing_column_advice(name)}, or give the "
+                "parameter a default"
             )
 
 
@@ -184,7 +184,9 @@ def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
         tests = check_task(sample, uses_tests)
         unnamed_count += tests is not None and not tests.named
     warnings = (
-        [f"{unnamed_count} of {len(samples)} tasks name no tests: {UNNAMED_TESTS}"] if unnamed_count else []
+        [f"{unnamed_count} of {len(samples)} tasks do not name their tests: {UNNAMED_TESTS}"]
+        if unnamed_count
+        else []
     )
 
     if other_rewards := [
@@ -201,9 +203,9 @@ def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
     change_tool_count = sum(hasattr(getattr(state, "func", state), "result") for state in states)
     if uses_tests and change_tool_count != 1:
         problem = (
-            f"{change_tool_count} of rollout.tools change files, but tasks need exactly one such tool"
+            f"{change_tool_count} tools in rollout.tools change files, but tasks need exactly one such tool"
             if change_tool_count
-            else "no tool can work on the files of a task"
+            else "no tool in rollout.tools can change a task's files"
         )
         raise ConfigError(f"{problem}; set rollout.agent, or rollout.tools=[shell], [python] or [workspace]")
     return warnings
@@ -224,7 +226,7 @@ class PromptBudget:
     count_tokens: Callable[[Sample], int]
     count_fixed_tokens: Callable[[Sample], int]
     limit_meaning: str = ""
-    overlong_fate: str = "their episodes will fail"
+    overlong_fate: str = "these episodes will fail"
     fitting_count: int = 0
     overlong_count: int = 0
     empty_count: int = 0
@@ -280,28 +282,32 @@ class PromptBudget:
             if filter_overlong
             else f"at least {self.overlong_count}"
         )
+        overlong_subject = (
+            f"{self.kind}s have" if count_text == "all" or self.overlong_count != 1 else f"{self.kind} has"
+        )
+        empty_subject = f"{self.kind} has" if self.empty_count == 1 else f"{self.kind}s have"
 
-        size_text = f"more than {self.limit} tokens (the longest {self.longest_tokens})"
-        overlong_text = f"{count_text} {self.kind} have {size_text}{self.limit_meaning}"
-        empty_text = f"{self.empty_count} {self.kind} have an empty assistant message"
+        size_text = f"more than {self.limit} tokens (the longest has {self.longest_tokens})"
+        overlong_text = f"{count_text} {overlong_subject} {size_text}{self.limit_meaning}"
+        empty_text = f"{self.empty_count} {empty_subject} an empty assistant message"
 
         if nothing_fits and (self.overlong_count or self.empty_count):
             advice = (
                 f"{overlong_text}; raise rollout.max_tokens"
                 if self.overlong_count
-                else f"{empty_text}, and no others are left"
+                else f"{empty_text}, and no other samples are left"
             )
             raise ConfigError(advice)
 
-        fate_text = f"; {self.overlong_fate}: set data.filter_overlong=true, or raise rollout.max_tokens"
+        fate_text = f", so {self.overlong_fate}; set data.filter_overlong=true, or raise rollout.max_tokens"
         if filter_overlong:
-            fate_text = "; left out (data.filter_overlong)"
+            fate_text = ", and will be left out (data.filter_overlong)"
 
         lines = []
         if self.overlong_count:
             lines.append(f"{overlong_text}{fate_text}")
         if self.empty_count:
-            lines.append(f"{empty_text}; left out")
+            lines.append(f"{empty_text}, and will be left out")
         return lines
 
 
@@ -341,19 +347,17 @@ def prompt_budgets(parts: EpisodeParts) -> PromptBudgets:
             msgspec.structs.replace(sample, prompt=opening_messages or sample.prompt, extra_info_json="{}")
         )
 
-    conversations = PromptBudget(
-        "conversations", rollout.max_tokens, conversation_tokens, shown_prompt_tokens
-    )
+    conversations = PromptBudget("conversation", rollout.max_tokens, conversation_tokens, shown_prompt_tokens)
     if rollout.agent:
         return PromptBudgets(demonstrations=conversations)
 
     room_left = rollout.max_tokens - rollout.longest_prompt
     prompts = PromptBudget(
-        "prompts",
+        "prompt",
         rollout.longest_prompt,
         prompt_tokens,
         shown_prompt_tokens,
-        limit_meaning=f", which leaves fewer than {room_left} tokens for a turn (rollout.max_new_tokens)",
-        overlong_fate="their episodes will be cut short or fail",
+        limit_meaning=f", leaving fewer than {room_left} tokens for a turn (rollout.max_new_tokens)",
+        overlong_fate="these episodes will be cut short or fail",
     )
     return PromptBudgets(prompts, conversations)

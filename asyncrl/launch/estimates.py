@@ -127,10 +127,10 @@ def describe_costs(config: RunConfig, has_gpu: bool | None) -> list[str]:
     kept_count = _checkpoint_count(config)
     checkpoint_size = checkpoint_bytes(config)
     directory = _checkpoint_directory(config)
-    free_text = f" of {format_bytes(_free_bytes(directory))} free in {directory}" if directory else ""
+    free_text = f" of the {format_bytes(_free_bytes(directory))} free in {directory}" if directory else ""
 
     adapter_ranks = ", ".join(
-        f"{rank} of {agent}" if agent else str(rank) for agent, (rank, _) in config.adapters.items()
+        f"{rank} for {agent}" if agent else str(rank) for agent, (rank, _) in config.adapters.items()
     )
     trained_text = f"adapters of rank {adapter_ranks}" if adapter_ranks else "all weights trained"
 
@@ -140,7 +140,7 @@ def describe_costs(config: RunConfig, has_gpu: bool | None) -> list[str]:
     if is_timed and uses_gpu(config, has_gpu) is False:
         speedup = cpu_speed("bfloat16", 512) / cpu_speed("float32", 512)
         if speedup > 1.1:
-            speed_note = f" (bfloat16 is {speedup:.1f} times as fast on this CPU)"
+            speed_note = f" (bfloat16 would be {speedup:.1f} times as fast on this CPU)"
 
     pause = config.checkpoint.pause
     interval_text = f"every {pause} steps" if pause < config.total_steps else "at the end"
@@ -185,20 +185,20 @@ def describe_work(config: RunConfig, train_count: int, test_count: int, prompt_t
         f"{total_steps} steps"
     ]
     if 0 < last_step < total_steps:
-        lines.append(f"              data.epochs={epochs} ends the run earlier, at step {last_step}")
+        lines.append(f"              data.epochs={epochs} stops the run early, at step {last_step}")
 
     lengths = (
-        f"lengths       prompt, turns and replies together: rollout.max_tokens={rollout.max_tokens}, one "
-        f"turn: rollout.max_new_tokens={rollout.max_new_tokens}"
+        f"lengths       at most {rollout.max_tokens} tokens for prompt, turns and replies "
+        f"(rollout.max_tokens) and {rollout.max_new_tokens} for each turn (rollout.max_new_tokens)"
     )
     if prompt_tokens > 0:
-        lengths += f"; first prompt: {prompt_tokens}"
+        lengths += f"; the first prompt has {prompt_tokens}"
     lines.append(lengths)
 
     if test_count and validation.samples:
         schedule_text = " and greedy" if validation.greedy else ""
         if validation.every > 0:
-            schedule_text += f", every {validation.every} steps,"
+            schedule_text += f", every {validation.every} steps and"
         lines.append(
             f"validation    {min(validation.samples, test_count):,} of {test_count:,} held-out samples "
             f"(validation.samples), {validation.episodes} x sampled{schedule_text} before and after training"
@@ -257,9 +257,9 @@ def describe_time(config: RunConfig, test_count: int, prompt_tokens: int) -> Ite
     )
 
     yield (
-        f"time          about {duration_text(total_seconds)}, with {duration_text(training_seconds)} of "
-        f"training and {duration_text(sampling_seconds)} of sampling per step in parallel, if episodes fill "
-        "rollout.max_tokens; estimated from this CPU's speed in matrix products"
+        f"time          about {duration_text(total_seconds)}: per step, {duration_text(training_seconds)} of "
+        f"training and {duration_text(sampling_seconds)} of sampling in parallel, if episodes fill "
+        "rollout.max_tokens; estimated from this CPU's matrix-multiplication speed"
     )
 
 
@@ -280,7 +280,7 @@ def cost_warnings(config: RunConfig, has_gpu: bool | None) -> Iterator[str]:
                 trained_text = f"adapters on {trained_text}"
             yield (
                 f"trainer.lr={config.trainer.lr:g} is far from the usual {usual_rate:.1g} for "
-                f"{trained_text}: less than {lowest_rate:.1e} or more than {highest_rate:.1e} is probably a "
+                f"{trained_text}: a rate below {lowest_rate:.1e} or above {highest_rate:.1e} is probably a "
                 "mistake (see docs/guides/models.md)"
             )
 
@@ -296,7 +296,7 @@ def cost_warnings(config: RunConfig, has_gpu: bool | None) -> Iterator[str]:
     if config.model.dtype == "bfloat16" and not multiplies_bfloat16(uses_gpu(config, has_gpu)):
         yield (
             "model.dtype=bfloat16 is many times slower than float32 on this machine, which has no "
-            "instructions for bfloat16; set model.dtype=float32, or auto"
+            "bfloat16 instructions; set model.dtype=float32 or auto"
         )
 
     embedded_engines = 0 if config.engine.remote else config.rollout.workers
@@ -306,8 +306,8 @@ def cost_warnings(config: RunConfig, has_gpu: bool | None) -> Iterator[str]:
     if is_local_cpu and config.launch.threads > 1 and busy_threads > core_count:
         yield (
             f"launch.threads={config.launch.threads} means {busy_threads} busy threads on {core_count} "
-            "cores: OpenMP threads that wait for each other become many times slower (7 s became 95 s); set "
-            "launch.threads=1"
+            "cores, where OpenMP threads that wait for each other become many times slower (95 s instead of "
+            "7 s in one measurement); set launch.threads=1"
         )
 
 

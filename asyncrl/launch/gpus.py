@@ -43,7 +43,7 @@ def check_gpus(inputs: Inputs) -> Iterator[Note]:
             yield from _check_peers(inputs.config, gpu_count)
     elif driver_gpus := list_gpus():
         unusable_text = (
-            f"nvidia-smi lists {len(driver_gpus)} GPUs, but torch can use none of them: "
+            f"torch cannot use any of the GPUs that nvidia-smi lists ({len(driver_gpus)}): "
             f"{_explain_unusable_gpus()}"
         )
         # Servers without server_command use the torch of this Python.
@@ -63,14 +63,14 @@ def _explain_unusable_gpus() -> str:
     newest_major = newest_cuda.partition(".")[0]
     built_cuda = version.cuda
     cuda_text = f"CUDA {newest_major}" if newest_major else "the driver's CUDA version"
-    fitting_torch = f"a torch built for {cuda_text}"
+    fitting_torch = f"a build of torch for {cuda_text}"
 
     if not built_cuda:
-        return f"torch is built without CUDA; install {fitting_torch}"
+        return f"this build of torch lacks CUDA; install {fitting_torch}"
 
-    versions_text = f"torch is built for CUDA {built_cuda}"
+    versions_text = f"torch was built for CUDA {built_cuda}"
     if newest_cuda:
-        versions_text += f", and the driver ({driver}) supports CUDA {newest_cuda} at most"
+        versions_text += f", and the driver ({driver}) supports at most CUDA {newest_cuda}"
     if newest_major and int(newest_major) < int(built_cuda.partition(".")[0]):
         return f"{versions_text}; install a driver for CUDA {built_cuda}, or {fitting_torch}"
 
@@ -121,8 +121,9 @@ def _check_peers(config: RunConfig, gpu_count: int) -> Iterator[Note]:
     if unreachable_pairs:
         pairs_text = ", ".join(f"{first}-{second}" for first, second in sorted(unreachable_pairs))
         yield warning(
-            f"GPUs {pairs_text} cannot read each other's memory (nvidia-smi topo -p2p r): NCCL goes through "
-            "/dev/shm, which is slower; if a run hangs in its first collective, export NCCL_P2P_DISABLE=1"
+            f"GPUs {pairs_text} cannot read each other's memory (nvidia-smi topo -p2p r), so NCCL uses "
+            "/dev/shm, which is slower; if a run hangs in its first collective operation, export "
+            "NCCL_P2P_DISABLE=1"
         )
 
 
@@ -140,10 +141,10 @@ def check_nccl(inputs: Inputs) -> Iterator[Note]:
         yield ok(loaded_nccl_version())
     elif inputs.config.trainer.ranks > 1 or inputs.config.weights.transport != "disk":
         raise ConfigError(
-            "this torch has no NCCL, which several ranks on GPUs need; install a torch with NCCL"
+            "this build of torch lacks NCCL, which trainer ranks on GPUs need; install a build with NCCL"
         )
     else:
-        yield ok("none; not needed for one rank with weights in files")
+        yield ok("not available, and not needed for one rank that publishes weights as files")
 
 
 @preflight_check("network", requires=("libraries",))
@@ -170,17 +171,18 @@ def check_network(inputs: Inputs) -> Iterator[Note]:
     problem = ""
     if interface_setting and not usable_names:
         problem = (
-            f"{INTERFACE_VARIABLE}={interface_setting} matches no interface that is up ({seen_text}); "
-            "correct it, or unset it"
+            f"{INTERFACE_VARIABLE}={interface_setting} does not match any active interface ({seen_text}); "
+            "correct or unset the variable"
         )
     elif (is_on_ray or has_remote_servers) and all("loopback" in stats[name].flags for name in usable_names):
         problem = (
-            f"only the loopback interface is left ({seen_text}), so other machines cannot be reached; check "
-            f"{INTERFACE_VARIABLE}"
+            f"only the loopback interface is usable ({seen_text}), so other machines cannot be reached; "
+            f"check {INTERFACE_VARIABLE}"
         )
     elif has_remote_servers and not interface_setting and len(usable_names) > 1:
         problem = (
-            f"NCCL may choose any of {seen_text}; export {INTERFACE_VARIABLE}=NAME here and for the servers"
+            f"NCCL may choose the wrong interface ({seen_text}); export {INTERFACE_VARIABLE}=NAME here and "
+            "for the servers"
         )
 
     if not problem or not (is_on_ray or uses_nccl(config)):

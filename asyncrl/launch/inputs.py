@@ -85,15 +85,14 @@ class Inputs:
             place_text = "in the sandbox"
             advice = ", add the paths that the program reads to `show`, or set `sandbox: none`"
             if self.image_tasks:
-                place_text = "in the image of a task"
+                place_text = "in a task's image"
                 advice = ", or install it in the image"
             elif agent.sandbox == "none":
                 place_text = "here"
                 advice = ""
-            reason = str(error) or "no answer in time"
+            reason = str(error) or "the program did not answer in time"
             raise ConfigError(
-                f"rollout.agent.{name}: cannot be run {place_text}: {reason}; set `program` to its "
-                f"path{advice}"
+                f"rollout.agent.{name}: cannot run {place_text}: {reason}; set `program` to its path{advice}"
             ) from error
 
     @cached_property

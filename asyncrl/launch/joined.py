@@ -86,7 +86,7 @@ class JoinedProcess:
         # The directory holds the configuration of the process, and records how much of its files was sent.
         process_directory = run_dir / process_spec.process.name
 
-        with ConfigError.instead_of(OSError, text=f"run_dir: not writable on {host}"):
+        with ConfigError.instead_of(OSError, text=f"run_dir: cannot be written on {host}"):
             self._directory_lock = claim_directory(launch_directory, run_name, host)
             process_directory.mkdir(parents=True, exist_ok=True)
             (process_directory / "started").write_text(ticket.start_file_text)

@@ -41,10 +41,10 @@ def check_kernels(inputs: Inputs) -> Iterator[Note]:
             check_package(package, model_file, f"{key} ({model_type})", inputs.config)
 
     if not packages:
-        yield ok("not needed: no layer of the model carries a state")
+        yield ok("not needed: the model has no layers that carry a state")
         return
     listed = ", ".join(f"{module} {version}" for module, version in packages.items())
-    yield ok(f"for layers that carry a state: {listed} (torch computes the rest)")
+    yield ok(f"packages for layers that carry a state: {listed} (torch computes everything else)")
 
 
 def trained_models(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -76,24 +76,24 @@ def check_package(package: KernelPackage, model_file: str, model_name: str, conf
 
     name = f"{package.module} {installed_version}".strip()
     removal = f"pip uninstall {' '.join(package.distributions)}"
-    calls = f"and transformers would call its kernels for layers of {model_name}"
+    calls = f"and transformers would use its kernels for layers of {model_name}"
     if not package.is_supported:
         described = (
             f"{name} is installed"
             if installed_version
-            else f"a module {name} without a version can be imported"
+            else f"a module named {name}, which has no version, can be imported"
         )
         supported = f"{package.distributions[-1]}>={package.oldest_version}"
         raise ConfigError(
-            f"{described}, {calls}; the kernels need {supported}: pip install '{supported}' (with a GPU), or "
-            f"{removal}"
+            f"{described}, {calls}, but the kernels need {supported}; run pip install '{supported}' (with a "
+            f"GPU), or {removal}"
         )
 
     has_gpu = uses_gpu(config, sees_gpu(config))
     if has_gpu is False and package.module in bound_packages(model_file):
         raise ConfigError(
-            f"{name} is installed, {calls}; the kernels need a GPU, but this run uses none: {removal} "
-            "(torch then computes these layers)"
+            f"{name} is installed, {calls}, but the kernels need a GPU, which this run does not use; run "
+            f"{removal}, and torch will compute these layers"
         )
 
 

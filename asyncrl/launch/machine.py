@@ -76,7 +76,7 @@ def check_python(inputs: Inputs) -> Iterator[Note]:
     if CRASHING_PYTHONS[0] <= sys.version_info[:3] < CRASHING_PYTHONS[1]:
         yield warning(
             f"{text}: this version crashes after some failed writes (see docs/start/install.md); "
-            "use a newer 3.12"
+            "use a newer release of Python 3.12"
         )
     else:
         yield ok(text)
@@ -137,28 +137,33 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
         # The texts of subprocess's exceptions would quote the whole command.
         reason = one_line(error)
         if isinstance(error, subprocess.TimeoutExpired):
-            reason = f"no answer within {error.timeout:g} s"
+            reason = f"the interpreter did not answer within {error.timeout:g} s"
         elif isinstance(error, subprocess.CalledProcessError):
-            reason = (error.stderr.strip().splitlines() or [f"it {describe_exit(error.returncode)}"])[-1]
-        yield warning(f"{program}: cannot read the version of sglang ({reason}); install sglang there")
+            reason = (
+                error.stderr.strip().splitlines() or [f"the interpreter {describe_exit(error.returncode)}"]
+            )[-1]
+        yield warning(
+            f"{program}: cannot read sglang's version ({reason}); install sglang for this interpreter"
+        )
         return
 
     if not completed.stdout.strip():
-        raise ConfigError(f"{program} has no sglang; install sglang=={TESTED_VERSION} there")
+        raise ConfigError(
+            f"{program}: sglang is not installed; run {program} -m pip install sglang=={TESTED_VERSION}"
+        )
 
     sglang_version, *module_lines = completed.stdout.strip().splitlines()
-    advice = f"{program} -m pip install sglang=={sglang_version}"
+    advice = f"run {program} -m pip install sglang=={sglang_version}"
     if sglang_version != TESTED_VERSION:
         yield warning(
-            f"{program} has sglang {sglang_version}; the tested version is {TESTED_VERSION}. Each server is "
-            "checked "
-            "when it starts, and refused if it lacks a feature that the run needs"
+            f"{program} has sglang {sglang_version}, but the tested version is {TESTED_VERSION}; each server "
+            "is checked when it starts, and rejected if it lacks a feature that the run needs"
         )
 
     if any(line.startswith(MISSING_CLASS) for line in module_lines):
         yield warning(
-            f"sglang {sglang_version} has no model class {model_class} (model.path): a server may not start, "
-            "or may run the model through transformers; install a version of sglang that has it"
+            f"sglang {sglang_version} lacks the model class {model_class} (model.path), so a server may not "
+            "start, or may run the model through transformers; install a version of sglang with this class"
         )
 
     for line in (line for line in module_lines if IMPORT_FAILURE in line):
@@ -173,7 +178,7 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
 def check_ports(inputs: Inputs) -> Iterator[Note]:
     launch = inputs.config.launch
     choose_endpoints(launch.host, launch.port)
-    ports_text = f"{launch.port} to {launch.port + 2}" if launch.port else "any free ports (launch.port=0)"
+    ports_text = f"{launch.port} to {launch.port + 2}" if launch.port else "free ports (launch.port=0)"
     yield ok(f"{ports_text} on {launch.host} are available")
 
 
@@ -203,9 +208,9 @@ def check_open_files(inputs: Inputs) -> Iterator[Note]:
     wanted_connections = 3 * (config.rollout.workers + supervisor_count + config.trainer.ranks)
     free_files = ROLE_FILE_LIMIT - 2 * SPARE_DESCRIPTORS
 
-    text = f"{ROLE_FILE_LIMIT} per process of a run (ulimit -n: {FILE_LIMIT}, at most {HARD_FILE_LIMIT})"
+    text = f"{ROLE_FILE_LIMIT} per process of a run (ulimit -n: {FILE_LIMIT}, hard limit: {HARD_FILE_LIMIT})"
     shortage_text = (
-        f"{text}: {wanted_connections} connections to the coordinator do not fit; raise the hard limit"
+        f"{text}, too few for {wanted_connections} connections to the coordinator; raise the hard limit"
     )
     yield ok(text) if wanted_connections <= free_files else warning(shortage_text)
 
@@ -236,8 +241,8 @@ def check_shared_memory(inputs: Inputs) -> Iterator[Note]:
         text += ", and NCCL needs 1 GB" if lacks_room else ", but NCCL needs 1 GB"
 
     if is_small and (lacks_room or nccl_lacks_room):
-        advice = "; or weights.directory=run, or a path on a fast disk" if lacks_room else ""
-        yield warning(f"{text}; in a container: docker run --shm-size=16g, or --ipc=host{advice}")
+        advice = ", or set weights.directory=run or a path on a fast disk" if lacks_room else ""
+        yield warning(f"{text}; in a container, use docker run --shm-size=16g or --ipc=host{advice}")
     else:
         yield ok(text)
 
@@ -266,7 +271,7 @@ def check_locks(inputs: Inputs) -> Iterator[Note]:
             return
 
     raise ConfigError(
-        f"{directory}: a locked file can be locked again; set run_dir to a directory on a local disk"
+        f"{directory}: a locked file can be locked a second time; set run_dir to a directory on a local disk"
     )
 
 
@@ -298,8 +303,8 @@ def check_agent(inputs: Inputs) -> Iterator[Note]:
         )
     if agent.sandbox == "none":
         yield warning(
-            f"{agent_key}: with sandbox: none the model can read and write everything that you can, such as "
-            f"files in {os.path.expanduser('~')}, and use the network"
+            f"{agent_key}: with `sandbox: none`, the model can read and write everything that you can (such "
+            f"as files in {os.path.expanduser('~')}) and use the network"
         )
 
     slot_count = rollout.workers * rollout.slots
@@ -308,7 +313,7 @@ def check_agent(inputs: Inputs) -> Iterator[Note]:
     if needed_bytes > memory_bytes and inputs.config.launch.kind == "local":
         yield warning(
             f"{slot_count} slots (rollout.workers * rollout.slots) of {harness.name} need "
-            f"{format_bytes(needed_bytes)}, {harness.resident_mb} MB each, but this machine has "
+            f"{format_bytes(needed_bytes)} ({harness.resident_mb} MB each), but this machine has "
             f"{format_bytes(memory_bytes)}; lower rollout.slots"
         )
 
@@ -347,7 +352,7 @@ def check_images(inputs: Inputs) -> Iterator[Note]:
     images_text = f"{len(list_images())} in {images_directory()}"
     if obstacle := detect_images():
         yield warning(
-            f"{images_text}; {obstacle}; needed: namespaces and Linux 6.6 (this is {os.uname().release})"
+            f"{images_text}; {obstacle}; images need namespaces and Linux 6.6 (this is {os.uname().release})"
         )
     else:
         yield ok(f"{images_text}; sandboxes can use them")

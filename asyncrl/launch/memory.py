@@ -71,7 +71,7 @@ def check_memory(config: RunConfig, has_gpu: bool | None) -> None:
     needed_bytes = config.trainer.ranks * sum(static_bytes(config))
     available_bytes = available_memory(config, has_gpu)
     place_text = ""
-    advice = "with GPUs, more trainer.ranks or trainer.offload_optimizer=true"
+    advice = "or, with GPUs, more trainer.ranks or trainer.offload_optimizer=true"
 
     if (
         config.shifts
@@ -80,14 +80,14 @@ def check_memory(config: RunConfig, has_gpu: bool | None) -> None:
     ):
         available_bytes = main_bytes
         place_text = " of main memory, to which they are offloaded,"
-        advice = "engine.colocated=0"
+        advice = "or engine.colocated=0"
 
     if available_bytes is not None and needed_bytes > available_bytes:
         raise ConfigError(
-            f"weights, gradients and optimizer state of the trainer take {format_bytes(needed_bytes)}, but "
+            f"the trainer's weights, gradients and optimizer state take {format_bytes(needed_bytes)}, but "
             f"only {format_bytes(available_bytes)}{place_text} is available; set model.lora_rank, a "
             "trainer.optimizer with less state, a model.path with fewer parameters, fewer trainer.replicas, "
-            f"or {advice}"
+            f"{advice}"
         )
 
 
@@ -99,8 +99,8 @@ def check_engine_memory(config: RunConfig, has_gpu: bool | None, slot: SlotMemor
     engine_bytes = config.rollout.slots * slot_bytes
     slot_text = f"{format_bytes(kv_bytes)} of KV cache"
     if slot.state_bytes:
-        slot_text += f" and {format_bytes(slot.state_bytes)} of states"
-    text = f"{config.rollout.slots} slots take {format_bytes(engine_bytes)}, each {slot_text}"
+        slot_text += f" and {format_bytes(slot.state_bytes)} of layer states"
+    text = f"{config.rollout.slots} slots take {format_bytes(engine_bytes)} (each {slot_text})"
 
     available_bytes = None
     if uses_gpu(config, has_gpu):
@@ -115,8 +115,8 @@ def check_engine_memory(config: RunConfig, has_gpu: bool | None, slot: SlotMemor
     if available_bytes is not None and engine_bytes > available_bytes:
         raise ConfigError(
             f"rollout.slots: the embedded engine's {text}, but only {format_bytes(available_bytes)} of "
-            "memory is available for it; lower rollout.slots or "
-            "rollout.max_tokens, or use engine=sglang"
+            "memory is available to the engine; lower rollout.slots or rollout.max_tokens, or use "
+            "engine=sglang"
         )
     return text
 
@@ -127,7 +127,7 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
         config, recomputation_notes = _with_chosen_recomputation(config, has_gpu)
         rank_footprint = footprint(config)
     if failure:
-        yield warning(f"cannot estimate the memory of a trainer rank: {failure.line}")
+        yield warning(f"cannot estimate a trainer rank's memory: {failure.line}")
         return
 
     ranks = config.trainer.ranks
@@ -148,9 +148,9 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
 
     yield ok(
         f"memory        tensors of a trainer rank: {parts_text}, {micro_batch_text}, "
-        f"{format_bytes(rank_footprint.total)} in total; its process takes about "
-        f"{format_bytes(process_bytes)} "
-        f"more, and versions being published take {format_bytes(outgoing_bytes)} of main memory"
+        f"{format_bytes(rank_footprint.total)} in total; the rank's process takes about "
+        f"{format_bytes(process_bytes)} more, and versions being published take "
+        f"{format_bytes(outgoing_bytes)} of main memory"
     )
 
     yield from recomputation_notes
@@ -165,15 +165,15 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
         adapters_held = config.adapters_held
         adapter_ranks = [rank for rank, _ in config.adapters.values()]
         yield ok(
-            f"              a version takes {format_bytes(version_size)}; a server has room, besides its "
-            f"weights, for {adapters_held} adapters at once: "
+            f"              a version takes {format_bytes(version_size)}; besides its weights, a server has "
+            f"room for {adapters_held} adapters: "
             f"{format_bytes(adapters_held * version_size * max(adapter_ranks) // sum(adapter_ranks))}"
         )
 
     needed_bytes = ranks * (rank_footprint.total if has_gpu else rank_footprint.total + outgoing_bytes)
     if available_bytes is not None and needed_bytes > available_bytes:
         yield warning(
-            f"{ranks} trainer ranks need {format_bytes(needed_bytes)}, but only "
+            f"the trainer's ranks ({ranks}) need {format_bytes(needed_bytes)}, but only "
             f"{format_bytes(available_bytes)} is available; set a smaller trainer.micro_batch_tokens, "
             f"{memory_advice(config.trainer.checkpointed_every)}"
         )
@@ -208,7 +208,7 @@ def _with_chosen_recomputation(config: RunConfig, has_gpu: bool | None) -> tuple
             )
         ]
     return config, [
-        ok(f"{text}: the smallest setting that fits a rank into {format_bytes(usable_bytes)} of GPU memory")
+        ok(f"{text}, the minimum for a rank to fit into {format_bytes(usable_bytes)} of GPU memory")
     ]
 
 
@@ -232,7 +232,8 @@ def describe_coverage(config: RunConfig) -> str:
         if name in adapted_names:
             reason = ""
         elif name in kinds:
-            reason = f"left out, because {unserved_kinds.get(kinds[name], 'model.lora_modules lacks them')}"
+            cause = unserved_kinds.get(kinds[name], "model.lora_modules does not list them")
+            reason = f"left out, because {cause}"
 
         name_parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
         matrices_by_reason[reason][".".join(name_parts[-2:])].append(prod(shape))

@@ -30,7 +30,7 @@ SKIPPED_FILES = ("*/*", "consolidated*")
 # How to write a version that is not quantized, by the method.
 DEQUANTIZED_BY_TRANSFORMERS = {
     method: (
-        f", or write one with transformers: from_pretrained(..., quantization_config={config_class}("
+        f", or create one with transformers: from_pretrained(..., quantization_config={config_class}("
         "dequantize=True)), save_pretrained(...)"
     )
     for method, config_class in (("mxfp4", "Mxfp4Config"), ("fp8", "FineGrainedFP8Config"))
@@ -105,8 +105,8 @@ def resolve_lora_modules(config: RunConfig) -> list[str]:
     unknown_kinds = sorted({*chosen_kinds} - {*existing_kinds})
     if unknown_kinds:
         raise ConfigError(
-            f"model.lora_modules: {', '.join(unknown_kinds)}: not among the trainable linear layers of "
-            f"{path}, which are {', '.join(existing_kinds)}; choose from these"
+            f"model.lora_modules: {path} has no trainable linear layers named {', '.join(unknown_kinds)}; "
+            f"choose from {', '.join(existing_kinds)}"
         )
 
     unserved_kinds = kinds_not_served(path) if servers_get_adapters(config) else {}
@@ -124,8 +124,8 @@ def resolve_lora_modules(config: RunConfig) -> list[str]:
     if refused_kinds:
         reasons = "; ".join(f"{kind}: {reason}" for kind, reason in refused_kinds.items())
         raise ConfigError(
-            f"model.lora_modules: SGLang cannot load adapters alone for {reasons}; leave "
-            f"{', '.join(refused_kinds)} out, or set {cure}"
+            f"model.lora_modules: SGLang cannot load adapters alone for {reasons}; remove "
+            f"{', '.join(refused_kinds)}, or set {cure}"
         )
     if not served_kinds:
         raise ConfigError(
@@ -157,8 +157,8 @@ def local_directory(name: str, key: str, previous_directory: str = "") -> str:
     previous_model = parse_hub_model(previous_directory)
     if hub_model is None:
         raise ConfigError(
-            f"{key}: {name} is not a directory; use a Hugging Face model directory, or owner/name of a hub "
-            "repository"
+            f"{key}: {name} is not a directory; use a Hugging Face model directory, or the owner/name of a "
+            "hub repository"
         )
 
     if previous_model is not None and previous_model.name == hub_model.name and hub_model.revision is None:
@@ -190,16 +190,16 @@ def fetch_model(model: HubModel, key: str) -> str:
                 ignore_patterns=[*SKIPPED_FILES],
             )
     except errors.RepositoryNotFoundError:  # also if the repository is gated
-        reason = "the hub has no such repository; correct the name (or log in: hf auth login)"
+        reason = "the hub has no such repository; correct the name, or log in with hf auth login"
     except errors.RevisionNotFoundError:
         reason = f"the repository has no revision {model.revision!r}"
     except errors.LocalEntryNotFoundError:
         reason = (
-            "the hub cannot be reached, and the model is not in the local cache; download it on a "
+            "the hub cannot be reached, and the model is not in the local cache; download the model on a "
             f"machine with network access (hf download {model.name}), or use a directory"
         )
     except Exception as error:  # any fault of the network, the disk or the cache
-        reason = f"it cannot be downloaded from the hub ({one_line(error)})"
+        reason = f"the model cannot be downloaded from the hub ({one_line(error)})"
     raise ConfigError(f"{key}: {full_name} is not a directory here, and {reason}") from None
 
 
@@ -214,8 +214,8 @@ def check_model(config: RunConfig) -> None:
         raise ConfigError(f"{path}: no model.safetensors; save the weights with save_pretrained(...)")
     if missing_names := sorted(file.name for file in weight_paths if not file.is_file()):
         raise ConfigError(
-            f"{path}: {len(missing_names)} of {len(weight_paths)} weight files are missing, starting with "
-            f"{missing_names[0]}; download or save the model again"
+            f"{path}: weight files are missing ({len(missing_names)} of {len(weight_paths)}, starting with "
+            f"{missing_names[0]}); download or save the model again"
         )
 
     _check_width(path, model_settings)
@@ -243,8 +243,8 @@ def check_model(config: RunConfig) -> None:
     context_length = text_settings.get("max_position_embeddings", text_settings.get("n_positions"))  # GPT-2
     if isinstance(context_length, int) and context_length < config.rollout.max_tokens:
         raise ConfigError(
-            f"rollout.max_tokens ({config.rollout.max_tokens}) exceeds the model's context "
-            f"({context_length}); lower it"
+            f"rollout.max_tokens ({config.rollout.max_tokens}) exceeds the model's context length "
+            f"({context_length}); lower rollout.max_tokens"
         )
 
     head_count = text_settings.get("num_attention_heads", text_settings.get("n_head"))  # GPT-2
@@ -252,8 +252,8 @@ def check_model(config: RunConfig) -> None:
     if isinstance(head_count, int) and head_count % sequence_ranks:
         raise ConfigError(
             f"trainer.sequence_parallel ({sequence_ranks}) does not divide the model's {head_count} "
-            f"attention heads; set it to one of {divisors(gcd(head_count, config.trainer.ranks))}, which "
-            "divide the heads and trainer.ranks"
+            f"attention heads; set it to one of {divisors(gcd(head_count, config.trainer.ranks))}, "
+            "which divide both the heads and trainer.ranks"
         )
 
 
@@ -270,7 +270,7 @@ def check_not_quantized(config: RunConfig) -> None:
         if method:
             advice = DEQUANTIZED_BY_TRANSFORMERS.get(method, "")
             raise ConfigError(
-                f"{key} {path}: its weights are quantized ({method}), which cannot be trained or "
+                f"{key} {path}: the weights are quantized ({method}), so they cannot be trained or "
                 f"published; use a bfloat16 version of the model{advice}"
             )
 
@@ -285,8 +285,9 @@ def _check_width(path: Path, model_settings: dict[str, Any]) -> None:
     if widths and not any(value in widths for value in sizes.values() if isinstance(value, int)):
         hidden_size = sizes.get("hidden_size", sizes.get("text_config.hidden_size", "another size"))
         raise ConfigError(
-            f"{path}: config.json says hidden_size {hidden_size}, but the embedding in the weights is "
-            f"{vocabulary} × {min(widths)}: they belong to different models; download or save the model again"
+            f"{path}: hidden_size is {hidden_size} in config.json, but the embedding in the weights is "
+            f"{vocabulary} × {min(widths)}, so config.json and the weights belong to different models; "
+            "download or save the model again"
         )
 
 

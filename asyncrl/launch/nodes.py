@@ -176,12 +176,12 @@ class NodeAssignment:
             advice = "start asyncrl on another machine"
         else:
             where_text = "one machine"
-            advice = "change trainer.ranks, or servers or tp of engine and scorers"
+            advice = "change trainer.ranks or the keys servers and tp of engine and scorers"
 
         if pool and not any(pool in node.resources for node in nodes):
             return (
-                f"launch.pools: {process.name} needs {pool!r}, which {where_text} must have; start Ray "
-                f"there with ray start --resources='{{\"{pool}\": 1}}'"
+                f"launch.pools: {process.name} needs {pool!r} on {where_text}; start Ray on "
+                f"that machine with ray start --resources='{{\"{pool}\": 1}}'"
             )
 
         if pool:
@@ -200,9 +200,9 @@ class NodeAssignment:
         demand_text = ", ".join(f"{role} {count:g}" for role, count in gpus_by_role.items() if count)
         left_text = ", ".join(f"{node.address} {self._gpus_left(node):g} of {node.gpus:g}" for node in nodes)
         return (
-            f"{process.name} needs {wanted_gpus:g} GPU(s) on {where_text}, but only these are left: "
-            f"{left_text} "
-            f"(the run needs {total_gpus:g}: {demand_text}); {advice}, or model.device=cpu"
+            f"{process.name} needs {wanted_gpus:g} GPU{'s' * (wanted_gpus != 1)} on {where_text}, but too "
+            f"few are left: {left_text} (the run needs {total_gpus:g}: {demand_text}); {advice}, or set "
+            "model.device=cpu"
         )
 
 
@@ -232,8 +232,8 @@ def check_shared_resources(
 
     if len(assignment.nodes_of(TRAINER)) > 1 and not config.checkpoint.directory:
         raise ConfigError(
-            "checkpoint.directory: trainer ranks run on several machines; set it to a path that all of them "
-            "share, or to a URL"
+            "checkpoint.directory: trainer ranks run on several machines; set a path that all these machines "
+            "share, or a URL"
         )
 
 

@@ -127,7 +127,11 @@ def describe_plan(
     device = config.model.device
     if device == "auto" and has_gpu is not None:
         device = "cuda" if has_gpu else "cpu"
-    gpus_text = "" if has_gpu is False or config.engine.server_command else f" on {config.engine.tp} GPU(s)"
+    gpus_text = (
+        ""
+        if has_gpu is False or config.engine.server_command
+        else f" on {config.engine.tp} GPU{'s' * (config.engine.tp != 1)}"
+    )
 
     rows = [("process", "count", "threads", "task")]
     work_by_role = {
@@ -140,7 +144,7 @@ def describe_plan(
         TRAINER: f"{config.buffer.batch_size} episodes per step on {device}",
     }
     if not config.total_steps:
-        work_by_role[TRAINER] = "none: passes the model to the engines unchanged"
+        work_by_role[TRAINER] = "no steps; passes the model to the engines unchanged"
 
     processes = [process for unit in units for process in unit.processes]
     assigned_gpus = assign_gpus(config, gpu_count) if gpu_count else {}

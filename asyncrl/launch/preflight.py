@@ -109,17 +109,17 @@ def check_launch(inputs: Inputs) -> Iterator[Note]:
     asks for them. Warn about devices of the trainer that are idle while engines sample."""
     config = inputs.config
     if config.launch.kind != "ray" and (config.launch.pools or config.launch.gpus):
-        raise ConfigError("launch.pools and launch.gpus are for Ray; set launch=ray, or remove them")
+        raise ConfigError("launch.pools and launch.gpus require Ray; set launch=ray, or remove these keys")
 
     for role, gpus in config.launch.gpus.items():
         if (gpus > 1 and gpus % 1) or gpus != round(gpus, 4):
             raise ConfigError(
                 f"launch.gpus: Ray cannot reserve {gpus} GPUs for a process ({role}); use a whole number, or "
-                "less than 1 with at most 4 decimals"
+                "a fraction below 1 with at most 4 decimal places"
             )
 
     if config.launch.kind == "ray" and importlib.util.find_spec("ray") is None:
-        raise ConfigError("launch.kind is ray, which is not installed; pip install 'asyncrl[ray]'")
+        raise ConfigError("launch.kind=ray: Ray is not installed; run pip install 'asyncrl[ray]'")
     check_trackers(config)
 
     engine_count = (
@@ -127,7 +127,7 @@ def check_launch(inputs: Inputs) -> Iterator[Note]:
     )
     if config.shifts and (idle_devices := config.trainer.ranks - engine_count):
         yield warning(
-            f"engine.colocated: {idle_devices} of the trainer's devices are idle while engines sample"
+            f"engine.colocated leaves {idle_devices} of the trainer's devices idle while engines sample"
         )
     yield ok(f"{len(placement.plan_units(config))} processes")
 
@@ -143,8 +143,8 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
     data_sources = {sample.data_source for sample in run_data.train} if sources_matter else set()
     if untaught_sources := sorted(source for source in data_sources if not config.reader(source)):
         raise ConfigError(
-            f"scorers: no teacher has the data source {untaught_sources[0]} among its sources, so turns "
-            "from this source would not be trained; add it to a teacher, or add a teacher without sources"
+            f"scorers: no teacher lists the data source {untaught_sources[0]} in its sources, so turns from "
+            "this source would not be trained; add the source to a teacher, or add a teacher without sources"
         )
 
     held_out_text = f", {len(run_data.test)} held out" if run_data.test is not None else ""
@@ -166,8 +166,8 @@ def check_tasks(inputs: Inputs) -> Iterator[Note]:
             check_image(task.image, task.user)
     if tried_tasks:
         yield ok(
-            f"sandboxes start in {len(tried_tasks)} of {len(inputs.image_tasks)} images; all images are "
-            "present"
+            f"sandboxes start from the images tried ({len(tried_tasks)} of {len(inputs.image_tasks)}); all "
+            "images are present"
         )
 
 
@@ -188,8 +188,8 @@ def check_plugins(inputs: Inputs) -> Iterator[Note]:
         engine_factory = engines.load(config.engine.name)
         if config.shifts and isinstance(engine_factory, type) and not hasattr(engine_factory, "sleep"):
             raise ConfigError(
-                f"engine.name: {config.engine.name} cannot sleep, which engine.colocated needs; implement "
-                "its methods sleep and asleep, or set engine.colocated=0"
+                f"engine.name: {config.engine.name} does not support sleep, which engine.colocated requires; "
+                "implement the methods sleep and asleep, or set engine.colocated=0"
             )
 
     yield ok(f"tools: {', '.join(parts.toolbox.tools) or 'none'}; parser {config.rollout.parser}")
@@ -248,7 +248,9 @@ def describe_chat(inputs: Inputs) -> Iterator[Note]:
     )
 
     if prompt_ids := inputs.first_prompt:
-        count_text = f"the first prompt has {len(prompt_ids)} tokens of {inputs.config.rollout.max_tokens}"
+        count_text = (
+            f"the first prompt has {len(prompt_ids)} of at most {inputs.config.rollout.max_tokens} tokens"
+        )
         yield ok(f"{count_text}:\n{rules.chat.decode(prompt_ids)}")
 
 
@@ -271,9 +273,9 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
         call = ToolCall(name, msgspec.json.encode(_placeholder_arguments(tool.schema["function"])).decode())
         reply = await call_tool(tool, call, parts.toolbox.timeout, sample)
         shown_length = MAX_ERROR_CHARACTERS if reply.error else SHOWN_CHARACTERS
-        line = f"{name}({call.arguments}) replies {reply.content[:shown_length]!r}"
+        line = f"{name}({call.arguments}) returns {reply.content[:shown_length]!r}"
         notes.append(
-            warning(f"{line}; this may be due to the placeholder arguments") if reply.error else ok(line)
+            warning(f"{line}; the placeholder arguments may be the cause") if reply.error else ok(line)
         )
 
     truth = sample.ground_truth
@@ -283,10 +285,10 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
 
     if task_of(sample):  # Rewards of tasks judge changed files, not answers
         answers = []
-        notes.append(ok("not tried here; asyncrl tasks check runs the tests of tasks"))
+        notes.append(ok("the reward is not tried here; asyncrl tasks check runs the tasks' tests"))
     elif any(text.startswith(SCORER_PREFIX) for text in texts(parts.config.rollout.reward)):
         answers = []
-        notes.append(ok("rewards are not tried: their scorer is not running"))
+        notes.append(ok("rewards are not tried, because their scorer is not running"))
 
     try:
         tools_result = None
@@ -294,7 +296,7 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
             with recorded() as failure:
                 tools_result = await _result_without_calls(parts.toolbox, sample)
             if failure:
-                notes.append(warning(f"the tools return no result for the reward: {failure.line}"))
+                notes.append(warning(f"the tools fail to return a result for the reward: {failure.line}"))
 
         for answer_name, answer in answers:
             messages = (*sample.prompt, Message("assistant", answer))
@@ -306,10 +308,10 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
                     score_text += " (the reward may expect a format around the answer)"
 
             failure_text = (
-                f"rollout.reward fails for {answer_name} as the answer to the first sample: {failure.line}"
+                f"rollout.reward fails if the answer to the first sample is {answer_name}: {failure.line}"
             )
             notes.append(
-                warning(failure_text) if failure else ok(f"{answer_name} as the answer scores {score_text}")
+                warning(failure_text) if failure else ok(f"as an answer, {answer_name} scores {score_text}")
             )
     finally:
         await parts.close()
@@ -355,7 +357,8 @@ def check_device(inputs: Inputs) -> Iterator[Note]:
     rank_count = sum(name.startswith(placement.TRAINER) for name in assigned_gpus)
     if rank_count > gpu_count:
         raise ConfigError(
-            f"trainer.ranks={rank_count}: each rank needs its own GPU, but torch sees {gpu_count}; lower it"
+            f"trainer.ranks={rank_count}: each rank needs its own GPU, but torch sees {gpu_count}; lower "
+            "trainer.ranks"
         )
 
     server_roles = placement.ENGINE, placement.SCORER
@@ -366,9 +369,9 @@ def check_device(inputs: Inputs) -> Iterator[Note]:
 
     if shared_gpus and not config.shifts and "mem-fraction-static" not in config.engine.server_args:
         yield warning(
-            f"servers share GPUs {', '.join(map(str, shared_gpus))} with other processes, but each would "
-            f"take 0.85 of the memory; set engine.server_args="
-            "{mem-fraction-static: 0.4} or less, or start fewer servers"
+            f"servers share GPUs {', '.join(map(str, shared_gpus))} with other processes, but each server "
+            "would take 85% of the memory; set engine.server_args={mem-fraction-static: 0.4} (or a lower "
+            "value), or start fewer servers"
         )
 
     yield ok(f"model.device={config.model.device}, {config.model.dtype}")
@@ -378,7 +381,7 @@ def check_device(inputs: Inputs) -> Iterator[Note]:
 def check_memory_room(inputs: Inputs) -> Iterator[Note]:
     if inputs.config.total_steps:
         memory.check_memory(inputs.config, sees_gpu(inputs.config))
-        yield ok("has room for weights, gradients and optimizer state")
+        yield ok("enough for weights, gradients and optimizer state")
 
 
 @preflight_check("weights", requires=("model",))
@@ -391,7 +394,7 @@ def check_weights_directory(inputs: Inputs) -> Iterator[Note]:
     needed_bytes = space_needed(config, published_bytes(config))
     directory = weights_directory(config.weights.directory, run_directory(config), config.name, needed_bytes)
     check_creatable(directory, "weights.directory")
-    yield ok(f"versions go to {directory}, at most {format_bytes(needed_bytes)} at once")
+    yield ok(f"versions are written to {directory} and take at most {format_bytes(needed_bytes)} at once")
 
 
 @preflight_check("checkpoints")
@@ -416,15 +419,15 @@ def check_checkpoint_directory(inputs: Inputs) -> Iterator[Note]:
 
         if recorded_steps and max(checkpoints.steps(), default=-1) < covered_step:
             gone_text = (
-                f"{checkpoints.root}: the run's checkpoints, up to step {recorded_steps[-1]}, are missing"
+                f"{checkpoints.root}: the run's checkpoints (up to step {recorded_steps[-1]}) are missing"
             )
             if covered_step:
-                raise ConfigError(f"{gone_text}; restore them, or start a new run with another name=…")
-            yield warning(f"{gone_text}: all steps are repeated from their plans")
+                raise ConfigError(f"{gone_text}; restore these files, or start a new run with another name=…")
+            yield warning(f"{gone_text}, so all steps will be repeated from their plans")
     elif config.checkpoint.directory and checkpoints.steps():
         raise ConfigError(
             f"checkpoint.directory: {checkpoints.root} holds checkpoints of a run with this name, but "
-            f"{run_dir} does not contain that run; choose another name=…, or restore that directory"
+            f"{run_dir} does not contain that run; choose another name=…, or restore the run directory"
         )
 
     yield ok(config.checkpoint.directory or "in the run directory")
@@ -438,7 +441,7 @@ def check_remote(inputs: Inputs) -> Iterator[Note]:
     starts_engines = config.engine.remote and not config.engine.urls
     if starts_engines and (draft_text := draft_warning(config.engine.server_args)):
         yield warning(f"engine.server_args: {draft_text}")
-    yield ok("keys, addresses and commands" if uses_servers else "none")
+    yield ok("keys, addresses and commands are valid" if uses_servers else "none")
 
 
 def outside_weights(config: RunConfig) -> list[Path]:
@@ -496,8 +499,8 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
         yield warning(
             f"at most {live_episodes} episodes run at once, so {slot_count - live_episodes} of {slot_count} "
             "slots (rollout.workers * rollout.slots) stay empty: the limit is one batch "
-            f"(groups_per_batch * episodes_per_group episodes), and {batches_ahead:g} times as many ahead of "
-            "it (target_staleness)"
+            f"(groups_per_batch * episodes_per_group episodes) plus {batches_ahead:g} times as many for "
+            "later batches (target_staleness)"
         )
 
     longest_episode = rollout.rows * rollout.max_tokens
@@ -505,8 +508,8 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
     if is_training and longest_episode > token_budget:
         yield warning(
             f"an episode may have {longest_episode} tokens (rollout.max_tokens times rollout.max_rows), "
-            f"more than trainer.micro_batch_tokens ({token_budget}): such an episode forms a micro-batch by "
-            "itself, which needs more memory"
+            f"more than trainer.micro_batch_tokens ({token_budget}); an episode of this length forms a "
+            "micro-batch by itself and needs more memory"
         )
 
     if has_gpu is False and engine.remote and not (engine.urls or engine.server_command):
@@ -517,7 +520,7 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
 
     if is_training and not config.checkpoint.every and config.total_steps > CheckpointConfig().every:
         yield warning(
-            "checkpoint.every=0: checkpoints are written only at every 1,000th step and at the end; until "
+            "checkpoint.every=0: checkpoints are written only every 1,000 steps and at the end; until "
             "then, all turns stay on disk and their records in memory, and a crash loses all steps since "
             "the last checkpoint"
         )
@@ -537,9 +540,9 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
     is_unsure = writes_calls and rollout.tools and not detected_parser and inputs.has_data
     if is_unsure and not shown_calls(inputs.parts, inputs.run_data.train[0].prompt):
         yield warning(
-            f"rollout.parser is {parser}, and the chat template does not show how the model writes calls: "
-            "calls in another format would be treated as text; other parsers are "
-            f"{', '.join(parsers.names())}, or your own (docs/guides/chat.md)"
+            f"rollout.parser is {parser}, but the chat template does not show how the model writes calls, so "
+            "calls in another format would be treated as text; choose from "
+            f"{', '.join(parsers.names())}, or write your own (docs/guides/chat.md)"
         )
 
     if is_training:
@@ -555,7 +558,7 @@ def check_engine(inputs: Inputs) -> Iterator[Note]:
 
     architecture = architecture_name(inputs.config.model.path)
     if finding.problems is None:
-        yield ok(f"unknown whether the embedded engine serves {architecture}: {finding.reason}")
+        yield ok(f"it is unknown whether the embedded engine serves {architecture}: {finding.reason}")
     elif problem := finding.problems["engine"]:
         raise ConfigError(problem)
     else:
@@ -579,7 +582,8 @@ def describe_packing(inputs: Inputs) -> Iterator[Note]:
     architecture = architecture_name(config.model.path)
     if finding.problems is None:
         yield ok(
-            f"rows: {wanted_packing} (trainer.packing), unless {architecture} forbids it: {finding.reason}"
+            f"rows: {wanted_packing} (trainer.packing), unless {architecture} does not allow this: "
+            f"{finding.reason}"
         )
         return
 
@@ -596,7 +600,9 @@ def describe_packing(inputs: Inputs) -> Iterator[Note]:
         )
 
     if problem:
-        yield ok(f"rows: padded instead of {wanted_packing} (trainer.packing): {architecture} {problem}")
+        yield ok(
+            f"rows: padded instead of {wanted_packing} (trainer.packing), because {architecture} {problem}"
+        )
     elif wanted_packing == "padded" or uses_gpu(config, sees_gpu(config)) is False:
         yield ok(f"rows: {wanted_packing} (trainer.packing)")
     else:
@@ -633,7 +639,7 @@ def estimate(inputs: Inputs) -> Iterator[Note]:
             yield ok(
                 "agent: the model is trained on all requests with the episode's reward, including side "
                 "requests (titles, commit messages), unless rollout.untrained_agents lists them; "
-                "rollout/rows/mean above 1 means more than one conversation per episode"
+                "a rollout/rows/mean above 1 means more than one conversation per episode"
             )
         yield from map(ok, estimates.describe_costs(config, has_gpu))
         yield from memory.describe_memory(config, has_gpu)

@@ -102,8 +102,8 @@ class RayProcess:
                 self._exit_code, kept_at = ray.get(self._run_call)
                 if kept_at:
                     self._log_text(
-                        f"the last lines of the log could not be sent; they are in {kept_at} until the next "
-                        "launch"
+                        f"the last lines of the log could not be sent, but remain in {kept_at} until the "
+                        "next launch"
                     )
             except RayError as error:
                 cause = error.cause if isinstance(error, RayTaskError) else None
@@ -121,7 +121,7 @@ class RayProcess:
             self._node_call = None
         elif time.monotonic() - self._waiting_since > PLACING_WARNING_SECONDS:
             log.warning(
-                "%s has been waiting for Ray for %g s: does any machine have enough free GPUs?",
+                "%s has been waiting for Ray for %g s; check that a machine has enough free GPUs",
                 self.name,
                 PLACING_WARNING_SECONDS,
             )
@@ -229,8 +229,8 @@ def connect_cluster(config: RunConfig) -> Iterator[str]:
         )
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(
-            f"launch.ray_address {address!r}: no Ray cluster ({one_line(error)}); correct it, or leave it "
-            "empty to start a cluster here"
+            f"launch.ray_address: cannot connect to a Ray cluster at {address!r} ({one_line(error)}); "
+            "correct the address, or clear the key to start a cluster here"
         ) from None
 
     try:

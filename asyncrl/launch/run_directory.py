@@ -59,7 +59,7 @@ def check_paths_are_text(config: RunConfig) -> None:
         try:
             os.fspath(path).encode()
         except UnicodeEncodeError:
-            raise ConfigError(f"the directory {os.fspath(path)!a} is not UTF-8 text; {cure}") from None
+            raise ConfigError(f"the directory path {os.fspath(path)!a} is not valid UTF-8; {cure}") from None
 
 
 def check_run_directory(config: RunConfig) -> None:
@@ -73,13 +73,14 @@ def check_run_directory(config: RunConfig) -> None:
         )
     if len(os.fsencode(config.name)) > MAX_NAME_BYTES:
         raise ConfigError(
-            f"name: {config.name[:20]}… has more than {MAX_NAME_BYTES} bytes; choose a shorter one"
+            f"name: {config.name[:20]}… has more than {MAX_NAME_BYTES} bytes; choose a shorter name"
         )
 
     exists = any((run_dir / name).exists() for name in RUN_FILES)
     if exists and config.resume == "never":
         raise ConfigError(
-            f"{run_dir}: a run with that name exists; continue it with resume=auto, or choose another name=…"
+            f"{run_dir}: a run with this name exists; continue that run with resume=auto, or choose "
+            "another name=…"
         )
     if not exists and config.resume == "must":
         raise ConfigError(
@@ -89,8 +90,8 @@ def check_run_directory(config: RunConfig) -> None:
     file_system_type = file_system_of(check_creatable(run_dir, "run_dir"))
     if file_system_type in NETWORK_FILE_SYSTEMS:
         raise ConfigError(
-            f"{run_dir}: on a network file system ({file_system_type}), where the run store's write-ahead "
-            "log fails; set run_dir to a directory on a local disk"
+            f"run_dir: {run_dir} is on a network file system ({file_system_type}), where the run store's "
+            "write-ahead log fails; set run_dir to a directory on a local disk"
         )
 
 
@@ -127,7 +128,7 @@ def check_resumed(config: RunConfig) -> None:
         begun_text = f"{key}: {run_dir} was started with"
         if key == "model.template":
             raise ConfigError(
-                f"{begun_text} another chat template, which is in its config.yaml; restore that template, or "
+                f"{begun_text} another chat template (see its config.yaml); restore that template, or "
                 "start a new run with another name=…"
             )
         if key not in PATH_KEYS or _absolute_paths(old_value) != _absolute_paths(new_value):
@@ -147,8 +148,8 @@ def check_resumed(config: RunConfig) -> None:
     ):
         raise ConfigError(
             f"algorithm.advantage: {run_dir} was started with {previous_advantage!r} and would continue with "
-            f"{advantage!r}, but only one of them uses a greedy episode in each group; resume with the "
-            "original one"
+            f"{advantage!r}, but only one of them uses a greedy episode in each group; resume with "
+            "the original advantage"
         )
 
     if stored_identity := stored_meta(config, MODEL_KEY):
@@ -274,7 +275,7 @@ def lock_directory(directory: Path, key: str) -> Iterator[None]:
             file.seek(0)
             raise ConfigError(
                 f"{key}: another run with this name is using {directory} (process {file.read() or '?'}); "
-                f"stop it, or change name or {key}"
+                f"stop that run, or change name or {key}"
             )
 
         file.truncate(0)

@@ -24,16 +24,18 @@ def check_servers(config: RunConfig) -> None:
     engine = config.engine
     for key, variable_name in (("api_key_env", engine.api_key_env), ("admin_key_env", engine.admin_key_env)):
         if variable_name and not os.environ.get(variable_name):
-            raise ConfigError(f"engine.{key}: {variable_name} is not set; export it, or clear the key")
+            raise ConfigError(
+                f"engine.{key}: {variable_name} is not set; export this variable, or clear the key"
+            )
 
     # With a loopback address other machines would look for the trainer on their own machine, and hang.
     remote_urls = [url for url in engine.urls if not is_loopback(urlsplit(url).hostname or "")]
     uses_group = engine.remote and config.weights.transport != "disk"
     if uses_group and is_loopback(config.launch.host) and remote_urls:
         raise ConfigError(
-            f"launch.host: {config.launch.host} cannot be reached from {remote_urls[0]}, as "
-            f"weights.transport={config.weights.transport} requires; set launch.host to this machine's "
-            "address on the servers' network"
+            f"launch.host: {remote_urls[0]} cannot reach {config.launch.host}, but "
+            f"weights.transport={config.weights.transport} needs this connection; set launch.host to this "
+            "machine's address on the servers' network"
         )
 
     if engine.remote and not engine.urls:
@@ -49,14 +51,14 @@ def check_servers(config: RunConfig) -> None:
 
         if engine.server_command and shutil.which(engine.server_command[0]) is None:
             raise ConfigError(
-                f"engine.server_command: {engine.server_command[0]} is not a program; correct it (for CPU "
-                "tests: make sglang-cpu)"
+                f"engine.server_command: no such program: {engine.server_command[0]!r}; correct the "
+                "command (for CPU tests, run make sglang-cpu)"
             )
         if not engine.server_command and importlib.util.find_spec("sglang") is None:
             raise ConfigError(
-                "the engine or the scorers need sglang, which is not installed here: for GPUs run pip "
-                "install '.[sglang]' -c constraints-sglang.txt in a checkout, or name a program from another "
-                "environment in engine.server_command, or attach to servers with engine.urls=[…], "
+                "the engine or the scorers need sglang, which is not installed; on GPUs, run pip install "
+                "'.[sglang]' -c constraints-sglang.txt in a checkout, set engine.server_command to a program "
+                "from another environment, or attach to running servers with engine.urls=[…] and "
                 "scorers.NAME.urls=[…]; on a CPU, run make sglang-cpu in a checkout, then set "
                 "engine=sglang_cpu"
             )
@@ -85,6 +87,6 @@ def check_urls(config: RunConfig, scorer: str = "") -> None:
             look = look_at_server(config, url, *server_keys(config.engine), scorer)
             asyncio.run(asyncio.wait_for(look, ANSWER_TIMEOUT))
         except TimeoutError:
-            raise ConfigError(f"{urls_key}: {url} does not answer within {ANSWER_TIMEOUT:g} s") from None
+            raise ConfigError(f"{urls_key}: {url} did not answer within {ANSWER_TIMEOUT:g} s") from None
         except EngineError as error:
             raise ConfigError(f"{urls_key}: {error}") from None

@@ -144,7 +144,7 @@ class Session:
                 ):
                     return self._decided_outcome
                 limit_text = f"launch.stop_timeout ({self._config.stop_timeout:g} s)"
-                return RunOutcome(FAILED, f"not stopped within {limit_text}; killed")
+                return RunOutcome(FAILED, f"the run did not stop within {limit_text} and was killed")
 
             if self._stop_deadline is None and (silent_outcome := self._check_coordinator(now)):
                 return silent_outcome
@@ -213,7 +213,9 @@ class Session:
         if self._coordinator_stops:
             self._can_save = not self._supervisor.describe_lost(TRAINER)
             manner = self._stop_manner if self._can_save else ""
-            limit_text = f"at most {self._config.stop_timeout:g} s; Ctrl-C again kills at once"
+            limit_text = (
+                f"at most {self._config.stop_timeout:g} s; press Ctrl-C again to kill the run at once"
+            )
             self._console.print_note(f"{reason}: stopping{manner} ({limit_text})")
             self._stop_reason = reason
             self._send_hello()
@@ -232,7 +234,7 @@ class Session:
             and (lost_trainer := self._supervisor.describe_lost(TRAINER))
         ):
             self._can_save = False
-            self._console.print_note(f"no checkpoint: {lost_trainer}")
+            self._console.print_note(f"no checkpoint will be written: {lost_trainer}")
             self._stop_reason = lost_trainer
             self._send_hello()
 
@@ -260,7 +262,7 @@ class Session:
             log_file = log_path(self._run_dir, f"{COORDINATOR}-0")
             limit_text = f"{self._config.start_timeout:g} s (launch.start_timeout)"
             waited_text = (
-                f"no status from the coordinator after {silent_seconds:.0f} s; the limit is {limit_text}"
+                f"the coordinator sent no status for {silent_seconds:.0f} s; the limit is {limit_text}"
             )
             return RunOutcome(FAILED, f"{waited_text}\n{log_file}:\n{log_tail(log_file)}")
 

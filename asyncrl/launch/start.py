@@ -182,5 +182,5 @@ def conclude(
     if error:
         console.print_error(error)
     if not summary:
-        console.print_error(f"no summary was written; logs: {run_dir / 'logs'}")
+        console.print_error(f"no summary was written; see the logs in {run_dir / 'logs'}")
     return code

@@ -220,8 +220,8 @@ class Supervisor:
 
         if unit.restart_count >= self._max_restarts:
             spent_text = (
-                f"{dead_process.name} {exit_text}; all {self._max_restarts} restarts (launch.restarts) are "
-                "used up"
+                f"{dead_process.name} {exit_text}; no restarts are left "
+                f"(launch.restarts={self._max_restarts})"
             )
             return RunOutcome(
                 FAILED,

@@ -17,7 +17,7 @@ SHOWN_CHARACTERS = 50  # Characters shown of a ground truth, and of the text tha
 TESTS_REWARD = "tests"  # Reward that judges tasks, whose ground truths are no answers.
 KIND_NAMES = {
     str: "text",
-    bool: "true or false",
+    bool: "Booleans",
     int: "numbers",
     float: "numbers",
     list: "lists",
@@ -44,9 +44,10 @@ def describe_truths(rewards: Iterable[Reward], samples: Sequence[Sample]) -> tup
         for kind, kind_truths in truths_by_kind.items():
             texts = compared_texts(reward, kind_truths[0])
             as_text = f", compared as {texts[0][:SHOWN_CHARACTERS]!r}" if texts and reward.compared else ""
-            count_text = f"{len(kind_truths)} of the first {len(truths)} ground truths"
+            count_text = f"{len(kind_truths)} of the first {len(truths)}"
             lines.append(
-                f"{reward_key}: {count_text} are {kind}, such as {_shorten(kind_truths[0])}{as_text}"
+                f"{reward_key}: ground truths contain {kind} ({count_text}), such as "
+                f"{_shorten(kind_truths[0])}{as_text}"
             )
 
         if unmatched_truths := [truth for truth in truths if compared_texts(reward, truth) == []]:
@@ -54,10 +55,10 @@ def describe_truths(rewards: Iterable[Reward], samples: Sequence[Sample]) -> tup
             fault = f"{reward_key}: no answer can match {count_text}"
             advice = "write these ground truths as text, numbers, or lists of them"
             if reward.numbers and not as_python_writes_bytes(unmatched_truths[0]):
-                fault = f"{reward_key} compares numbers, but {count_text} are not numbers"
-                advice = "set rollout.reward, e.g. to exact"
+                fault = f"{reward_key} compares numbers, but {count_text} cannot be read as numbers"
+                advice = "set another rollout.reward, e.g. exact"
             warnings.append(
-                f"{fault}, such as {_shorten(unmatched_truths[0])}: answers to these samples score "
+                f"{fault}, such as {_shorten(unmatched_truths[0])}, so answers to these samples score "
                 f"nothing; {advice}"
             )
     return lines, warnings

@@ -269,7 +269,7 @@ def _find_solved(evidence: Evidence) -> Finding | None:
         return None
     if not evidence.held_out_successes:
         return Finding(
-            f"mean score {evidence.mean_of(metric.REWARD):.3g} in training, which counts as a success"
+            f"the mean training score is {evidence.mean_of(metric.REWARD):.3g}, which counts as a success"
         )
 
     last_unsolved = next(
@@ -285,7 +285,8 @@ def _find_solved(evidence: Evidence) -> Finding | None:
     idle_note = f"; {idle_share:.0%} of the episodes teach nothing new" if idle_share >= WORTH_ADVICE else ""
     solved_since = evidence.held_out_successes[last_unsolved + 1].step
     return Finding(
-        f"held-out success {evidence.newest_success:.0%}, solved since step {solved_since:.0f}{idle_note}"
+        f"held-out success is {evidence.newest_success:.0%}, and the task has been solved since step "
+        f"{solved_since:.0f}{idle_note}"
     )
 
 
@@ -347,7 +348,7 @@ def _find_stall(evidence: Evidence) -> Finding | None:
         return None
 
     return Finding(
-        f"no {'step' if steps else 'episode'} finished for {clock_text(silent_seconds)}{waits_text}"
+        f"no {'step' if steps else 'episode'} has finished for {clock_text(silent_seconds)}{waits_text}"
     )
 
 
@@ -357,11 +358,13 @@ def _find_loss(evidence: Evidence) -> Finding | None:
     is_late = evidence.status.get("running", CONNECTING_SECONDS) >= CONNECTING_SECONDS
     is_missing = evidence.status.get("phase") == "running" and connected < expected_workers and is_late
     names = [f"{FAILED_PREFIX}{name}_lost" for name in ("worker", "engine")]
-    texts = [f"only {connected:.0f} of {expected_workers} workers are connected"] if is_missing else []
+    connected_text = f"{connected:.0f} of {expected_workers} workers {'is' if connected == 1 else 'are'}"
+    texts = [f"only {connected_text} connected"] if is_missing else []
 
     for name, process in zip(names, ("a worker", "a server"), strict=True):
         if lost_attempts := evidence.newest_gauges.get(name, 0.0):
-            texts.append(f"{lost_attempts:,.0f} attempts were lost with {process} and restarted")
+            lost_text = "attempt was" if lost_attempts == 1 else "attempts were"
+            texts.append(f"{lost_attempts:,.0f} {lost_text} lost with {process} and restarted")
 
     if newest := evidence.status.get("lost"):
         texts.append(f"latest: {newest}")
@@ -374,7 +377,9 @@ def _find_wrong_account(evidence: Evidence) -> Finding | None:
     account = account_of(evidence.newest_gauges)
     if account.conserved:
         return None
-    return Finding(f"{account.issued:,} episodes were issued, but the states add up to a different number")
+    return Finding(
+        f"{account.issued:,} episodes were issued, but the other counts add up to a different number"
+    )
 
 
 def _find_constant_reward(evidence: Evidence) -> Finding | None:
@@ -415,13 +420,13 @@ def _find_nothing_taught(evidence: Evidence) -> Finding | None:
         return None
 
     score = evidence.mean_of(metric.REWARD)
-    scores = f"mean score {score:.3g}, highest {evidence.highest_score:.3g}"
-    return Finding(f"{share:.0%} of the trained episodes have advantage 0; {scores}")
+    scores = f"mean score {score:.3g}, highest score {evidence.highest_score:.3g}"
+    return Finding(f"{share:.0%} of the trained episodes have an advantage of 0 ({scores})")
 
 
 def _find_little_taught(evidence: Evidence) -> Finding | None:
     share = evidence.mean_of(metric.ZERO_ADVANTAGE)
-    description = f"{share:.0%} of the trained episodes have advantage 0 and teach nothing"
+    description = f"{share:.0%} of the trained episodes have an advantage of 0 and teach nothing"
     return Finding(description) if WORTH_ADVICE <= share < NEARLY_ALL else None
 
 
@@ -445,12 +450,15 @@ def _find_gap(evidence: Evidence) -> Finding | None:
     now = mean(evidence.last_steps, name)
     if before is None or now is None or now < max(LARGE_GAP, GAP_GROWTH * before):
         return None
-    return Finding(f"trainer and engine differ by {now:.3g} nats per token ({before:.3g} at the start)")
+    return Finding(
+        f"the trainer and the engine differ by {now:.3g} nats per token ({before:.3g} at the start)"
+    )
 
 
 def _find_skipped(evidence: Evidence) -> Finding | None:
     count = int(sum(row.get("actor/skipped_steps", 0.0) for row in evidence.last_steps))
-    return Finding(f"{count} of the last {len(evidence.last_steps)} steps were skipped") if count else None
+    verb = "was" if count == 1 else "were"
+    return Finding(f"{count} of the last {len(evidence.last_steps)} steps {verb} skipped") if count else None
 
 
 def _find_masked(evidence: Evidence) -> Finding | None:
@@ -504,7 +512,7 @@ def _find_limit(evidence: Evidence) -> Finding | None:
     rollout_idle = evidence.mean_of(metric.ROLLOUT_IDLE)
     if trainer_idle < 1 - NEARLY_ALL < LIMITING_SHARE <= rollout_idle:
         return Finding(
-            f"the trainer (it waits {trainer_idle:.0%} of the time, the engines {rollout_idle:.0%})"
+            f"the trainer (waiting {trainer_idle:.0%} of the time, while the engines wait {rollout_idle:.0%})"
         )
 
     episode_seconds = mean(evidence.last_steps, "timing_s/episode/mean")
@@ -523,7 +531,7 @@ def _find_limit(evidence: Evidence) -> Finding | None:
     if parts[longest_part] < LIMITING_SHARE * episode_seconds:
         return None
 
-    share = f"{parts[longest_part]:.3g} s of the {episode_seconds:.3g} s of an episode"
+    share = f"{parts[longest_part]:.3g} s of the {episode_seconds:.3g} s that an episode takes"
     return Finding(
         f"{longest_part} ({share}; the trainer waits {trainer_idle:.0%} of the time)",
         longest_part,
@@ -547,7 +555,9 @@ ALERT_RULES: dict[str, Callable[[Evidence], Finding | None]] = {
     ),
     "nothing to learn": _unless_taught(_find_nothing_taught),
     "a process was lost": _find_loss,
-    "tools decline": _find_often("rollout/tool_declined_frac", "of the calls got an error from the tool"),
+    "tools decline": _find_often(
+        "rollout/tool_declined_frac", "of the calls returned an error from the tool"
+    ),
     "entropy collapse": _find_collapse,
     "engine mismatch": _find_mismatch,
     "growing log-prob gap": _find_gap,

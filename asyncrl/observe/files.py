@@ -166,7 +166,7 @@ def cause_of_death(log: Path, incarnation: str, *, crashed: bool) -> str:
     # A process that ended before it wrote its marker is the newest one.
     own_text = _START_LINE.split(text_after_marker)[0] if marker else _START_LINE.split(text)[-1]
     if timeout := _WATCHDOG.search(own_text):  # a watchdog ends the process, with many more lines
-        return f"a collective of the trainer ranks timed out: {timeout[0]}"
+        return f"a collective operation among the trainer ranks timed out: {timeout[0]}"
 
     lines = own_text.rstrip().splitlines()
     cause = ""

@@ -66,7 +66,7 @@ def list_gpus() -> list[str]:
     try:
         listed = subprocess.run(LIST_GPUS, capture_output=True, text=True, timeout=LIST_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
-        return ["GPUs that nvidia-smi could not list"]
+        return ["unknown GPU (nvidia-smi failed)"]
     return [line.strip() for line in listed.stdout.splitlines() if line.strip()]
 
 

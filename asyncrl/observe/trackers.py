@@ -94,10 +94,13 @@ class Trackers:
     def close(self) -> None:
         """Close the trackers after all rows are sent, for at most PATIENCE_SECONDS."""
         if not self._calls.close(PATIENCE_SECONDS):
-            log.warning("trackers: not finished after %g s; all rows are in metrics.jsonl", PATIENCE_SECONDS)
+            log.warning(
+                "trackers: uploads did not finish within %g s; all rows are in metrics.jsonl",
+                PATIENCE_SECONDS,
+            )
             return
         if self._calls.lost_calls:
-            log.warning("trackers: %d unsent rows are only in metrics.jsonl", self._calls.lost_calls)
+            log.warning("trackers: unsent rows: %d; all rows are in metrics.jsonl", self._calls.lost_calls)
         self._failed_trackers.clear()  # closing keeps the rows that failed trackers have
         # The calls are made in this, the main thread, as swanlab resets signal handlers.
         self._call_each(lambda tracker: tracker.close())
@@ -113,7 +116,7 @@ class Trackers:
                 entries = list(read_lines(path))
 
             if failure:
-                log.warning("trackers: no transcripts of step %d: %s", step, failure.line)
+                log.warning("trackers: the transcripts of step %d were not sent: %s", step, failure.line)
             elif entries:
                 self._call_each(lambda tracker: tracker.transcripts(step, entries))
 
@@ -287,7 +290,7 @@ def check_trackers(config: RunConfig) -> None:
         if not logged_in:
             raise ConfigError(
                 f"observe.trackers: {name} is not logged in; run `{name} login`, or set "
-                f"{name.upper()}_API_KEY, or {name.upper()}_MODE=offline"
+                f"{name.upper()}_API_KEY or {name.upper()}_MODE=offline"
             )
 
 
@@ -308,7 +311,10 @@ def _swanlab_logged_in(module: Any) -> bool:
 
 
 def _not_started_text(name: str, error: Exception) -> str:
-    return f"tracker {name} cannot be started: {one_line(error)}; remove it from observe.trackers to continue"
+    return (
+        f"tracker {name} cannot be started: {one_line(error)}; remove {name} from observe.trackers to "
+        "continue"
+    )
 
 
 def _open_wandb(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
@@ -371,6 +377,6 @@ def _import_module(name: str) -> Any:
     except ImportError as error:
         package = f"'asyncrl[{name}]'" if name in PACKAGE_EXTRAS else name
         raise ConfigError(
-            f"tracker {name} is not installed ({error}); pip install {package}, or remove it from "
+            f"tracker {name} is not installed ({error}); run `pip install {package}`, or remove {name} from "
             "observe.trackers"
         ) from None

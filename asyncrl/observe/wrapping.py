@@ -71,7 +71,9 @@ def _wrapped_lines(line: str, width: int, hanging_indent: int) -> Iterator[str]:
         else:  # wider than a line, so that the piece fills this line first
             first_width = max(0, width - cell_len(current + space))
             first_part = (chop_cells(piece, first_width) if first_width > 1 else [""])[0]
-            yield (current + space + first_part).rstrip()
+            first_line = (current + space + first_part).rstrip()
+            if first_line:
+                yield first_line
             *full_lines, current = [
                 indent + part for part in chop_cells(piece[len(first_part) :], max(2, width - len(indent)))
             ]

@@ -147,8 +147,8 @@ def fit(
     run is too short."""
     if len(rows) < MIN_ROWS or not recorded:
         raise ConfigError(
-            f"not enough recorded to plan from: planning needs {MIN_ROWS} committed steps, and groups whose "
-            "turns are stored (store.keep_bytes); let the run continue, or measure a probe"
+            f"not enough data for planning, which needs {MIN_ROWS} committed steps and groups with stored "
+            "turns (store.keep_bytes); let the run continue, or measure a probe"
         )
 
     rows = steady_steps(rows)
@@ -160,7 +160,7 @@ def fit(
     base, slope, assumed = fit_engine(loads)
     shift_s = sum(_mean(rows, name) for name in ("shift/sleep_s", "timing_s/wake", "shift/wake_s"))
     shift_source = (
-        f"{state_bytes / 1e9:.3g} GB of weights and optimizer state both ways at "
+        f"{state_bytes / 1e9:.3g} GB of weights and optimizer state moved in both directions at "
         f"{MOVE_BYTES_PER_SECOND / 1e9:g} GB/s per rank"
     )
 

@@ -58,15 +58,19 @@ def check_url(url: str, *, direct: bool = False) -> None:
     """Raise ConfigError for a URL that is neither of HTTP nor of a scorer and, unless `direct`, for a URL
     whose proxy cannot be used."""
     if not url.startswith(("http://", "https://", SCORER_PREFIX)):
-        raise ConfigError(f"the URL {url!r} must begin with http:// or https://, or be {SCORER_PREFIX}NAME")
-    with ConfigError.instead_of(ValueError, text=f"the URL {url!r}", advice="correct its host or its port"):
+        raise ConfigError(
+            f"the URL {url!r} must begin with http:// or https://, or have the form {SCORER_PREFIX}NAME"
+        )
+    with ConfigError.instead_of(
+        ValueError, text=f"the URL {url!r} is invalid", advice="correct the host or the port"
+    ):
         _ = urlsplit(url).port
     if not direct and not url.startswith(SCORER_PREFIX):
         proxy_of(url)
 
 
 scorer_url: ContextVar[Callable[[str], Awaitable[str]]] = ContextVar("scorer_url")
-"""Set in workers: gives the address of a server of a scorer, by the scorer's name, once there is one."""
+"""Set in workers: waits for a server of the scorer with this name, and returns the server's address."""
 
 
 async def post_json(
@@ -100,9 +104,12 @@ async def post_json(
                     with waits_for(f"{url}{via_proxy}: {last_problem}"):
                         await asyncio.sleep(pause_seconds)
     except TimeoutError:
-        raise RemoteLost(f"{url}: no answer within {seconds:g} s{via_proxy} (last: {last_problem})") from None
+        raise RemoteLost(
+            f"{url}: no answer within {seconds:g} s{via_proxy} (last problem: {last_problem})"
+        ) from None
 
-    raise RemoteLost(f"{url}: {last_problem}{via_proxy}, after {retries + 1} tries")
+    attempts_text = f"{retries + 1} attempts" if retries else "1 attempt"
+    raise RemoteLost(f"{url}: {last_problem}{via_proxy}, after {attempts_text}")
 
 
 async def close_sessions() -> None:
@@ -146,8 +153,8 @@ def proxy_of(url: str) -> str | None:
     if proxy and not proxy.startswith(("http://", "https://")):
         proxy_scheme = proxy.partition("://")[0]
         raise ConfigError(
-            f"{scheme if proxies.get(scheme) else 'all'}_proxy: a proxy of the kind {proxy_scheme}:// is not "
-            f"supported; set an http:// or https:// proxy, or add {host} to no_proxy"
+            f"{scheme if proxies.get(scheme) else 'all'}_proxy: {proxy_scheme}:// proxies are not supported; "
+            f"set an http:// or https:// proxy, or add {host} to no_proxy"
         )
 
     return proxy or None
@@ -263,7 +270,7 @@ class RemoteModel:
     temperature: float = 0.0
     max_tokens: int = 1024
     direct: bool = False
-    """Through no proxy: a server of the run."""
+    """Use no proxy, for a server of the run."""
 
     def __post_init__(self) -> None:
         check_url(self.url, direct=self.direct)
@@ -299,5 +306,5 @@ def bearer_header(api_key_env: str) -> dict[str, str]:
         return {}
     api_key = os.environ.get(api_key_env)
     if not api_key:
-        raise ConfigError(f"the environment variable {api_key_env} does not contain a key; set it")
+        raise ConfigError(f"the environment variable {api_key_env} is unset or empty; set it to the API key")
     return {"Authorization": f"Bearer {api_key}"}

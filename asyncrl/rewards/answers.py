@@ -318,7 +318,7 @@ class Math:
             parsing_timeout=self._seconds,
         )
         if not gold:
-            raise ValueError(f"the ground truth {truth[:100]!r} cannot be read as mathematics")
+            raise ValueError(f"the ground truth {truth[:100]!r} cannot be parsed as mathematics")
 
         _, box, inside = solution_str.rpartition("\\boxed")
         if self._needs_box and not box:
@@ -333,6 +333,6 @@ class Math:
         try:
             answer_text = str(answers[0])
         except ValueError:  # an integer with more digits than Python writes
-            answer_text = "a number that is too long to be written"
+            answer_text = "a number that is too long to write out"
 
         return {"score": score, "pred": answer_text}

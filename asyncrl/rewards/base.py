@@ -61,15 +61,17 @@ class RewardInput(msgspec.Struct, frozen=True):
 
 
 RewardFunction = Callable[..., Any]
-"""`(data_source, solution_str, ground_truth, extra_info)` or `(given: RewardInput)`, and options by keyword;
+"""`(data_source, solution_str, ground_truth, extra_info)` or `(given: RewardInput)`, with options by keyword;
 or TRL's `(completions, environments, **kwargs)`, see `trl_arguments`.
 
 `solution_str` is the text of the model's last turn; `ground_truth` and `extra_info` are the decoded values of
 the data set, the latter with `num_turns`, `tool_calls`, `end`, `messages` (OpenAI's shape), `transcript` and,
-where an agent program or a tool left one, `agent_result`.
-Of a dict that is given back, `score`, `turns` (a number for each turn, beside the score, which falls on the
-last) and `components` (named parts, by name) are read. Without `components` its other numbers are these;
-texts go to transcripts. `{agent: number}`, alone or as `score`, is what each agent of the episode earns."""
+if an agent program or a tool returned a result, `agent_result`.
+
+A returned dict may contain `score`, `turns` (a number for each turn, in addition to the score, which counts
+for the last turn) and `components` (parts by name). Without `components`, the other numbers in the dict are
+the components; texts go to transcripts. `{agent: number}`, alone or as `score`, is the reward of each agent
+in the episode."""
 
 rewards: Registry[RewardFunction] = Registry("reward")
 
@@ -168,7 +170,7 @@ def score_of_batch(scores: Any) -> float:
     is_list = isinstance(scores, Iterable) and not isinstance(scores, str | Mapping)
     episode_scores = list(scores) if is_list else []
     if len(episode_scores) != 1:
-        raise TypeError(f"the reward is {scores!r:.100}; expected a list of one number")
+        raise TypeError(f"the reward is {scores!r:.100}; expected a list with one number")
     return 0.0 if episode_scores[0] is None else finite_number("the reward", episode_scores[0])
 
 
@@ -218,9 +220,9 @@ def as_result(result: Any) -> RewardResult:
     turns = result.get("turns", ())
     components = result.get("components", numbers)
     if not isinstance(turns, Iterable) or isinstance(turns, str | Mapping):
-        raise TypeError(f"'turns' of the reward is a {type(turns).__name__}; expected a list of numbers")
+        raise TypeError(f"the reward's 'turns' is a {type(turns).__name__}; expected a list of numbers")
     if not isinstance(components, Mapping):
-        raise TypeError(f"'components' of the reward is a {type(components).__name__}; expected a dict")
+        raise TypeError(f"the reward's 'components' is a {type(components).__name__}; expected a dict")
 
     finite_components = {
         str(name): finite_number(f"component {name!r} of the reward", value)
@@ -246,7 +248,7 @@ def as_result(result: Any) -> RewardResult:
 
 def _agent_scores(scores: Mapping[str, Any]) -> dict[str, float]:
     if not scores:
-        raise ValueError("'score' of the reward is an empty dict; it needs a number for each agent")
+        raise ValueError("the reward's 'score' is an empty dict; expected a number for each agent")
     return {str(agent): finite_number(f"the reward of {agent!r}", value) for agent, value in scores.items()}
 
 
@@ -276,7 +278,7 @@ def combine(parts: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
 
     turn_rewards = [[weight * value for value in result.turns] for _, weight, result in parts if result.turns]
     if len({len(turns) for turns in turn_rewards}) > 1:
-        raise ValueError("the rewards of `turns` are of different lengths")
+        raise ValueError("the rewards returned `turns` of different lengths")
 
     score = math.fsum(weight * result.score for _, weight, result in parts)
     agent_scores: dict[str, float] = {}
@@ -287,7 +289,8 @@ def combine(parts: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
         }
 
     turns = tuple(
-        finite_number("a sum of turns", math.fsum(column)) for column in zip(*turn_rewards, strict=True)
+        finite_number("a sum of turn rewards", math.fsum(column))
+        for column in zip(*turn_rewards, strict=True)
     )
     total = finite_number("the sum of the rewards", score)
     return RewardResult(total, turns, components, notes=notes, agents=agent_scores)

@@ -125,9 +125,10 @@ def read_code_truth(truth_or_json: Any) -> CodeTruth:
         raise ValueError(f"the ground truth contains no tests: {error}") from None
 
     if len(truth.inputs) != len(truth.outputs):
-        raise ValueError(f"the ground truth has {len(truth.inputs)} inputs but {len(truth.outputs)} outputs")
+        counts = f"{len(truth.inputs)} and {len(truth.outputs)}"
+        raise ValueError(f"the ground truth's `inputs` and `outputs` differ in length ({counts})")
     if not truth.inputs and not truth.tests:
-        raise ValueError("the ground truth contains no tests: expected `inputs` and `outputs`, or `tests`")
+        raise ValueError("the ground truth contains no tests; expected `inputs` and `outputs`, or `tests`")
 
     return truth
 

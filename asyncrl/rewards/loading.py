@@ -29,7 +29,7 @@ TRL_PARAMETERS = frozenset({"completions", "environments"})  # either one tells 
 EPISODE_COLUMNS = TRL_PARAMETERS | {"prompts"}  # columns that each episode has, whatever the data
 VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 REWARD_CALL = Call(
-    f"a function of ({', '.join(VERL_PARAMETERS)}), (given: RewardInput) or TRL's (completions, **kwargs)",
+    f"a function with ({', '.join(VERL_PARAMETERS)}), (given: RewardInput) or TRL's (completions, **kwargs)",
     VERL_PARAMETERS,
     by_name=True,
 )
@@ -66,7 +66,7 @@ def load_rewards(plugin: str | Mapping[str, Options], where: str = REWARD_KEY) -
     """Load the rewards that the config names. ConfigError that begins with `where`."""
     options_by_spec = {plugin: {}} if isinstance(plugin, str) else plugin
     if not options_by_spec:
-        raise ConfigError(f"{where} does not name a reward; set one, e.g. final_number")
+        raise ConfigError(f"{where} does not name a reward; set a reward such as final_number")
 
     short_names = [spec.rpartition(":")[2] for spec in options_by_spec]
     names = short_names if len(set(short_names)) == len(short_names) else list(options_by_spec)

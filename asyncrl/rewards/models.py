@@ -67,13 +67,15 @@ async def scoring_url(url: str, seconds: float) -> AsyncIterator[str]:
         yield url
         return
     if (find_server := scorer_url.get(None)) is None:
-        raise RemoteError(f"{url}: only workers of a run know its address; set the URL of a server")
+        raise RemoteError(
+            f"{url}: only the workers of a run know the scorer's address; set the URL of a server"
+        )
 
     try:
         async with asyncio.timeout(seconds / 2):
             server_url = await find_server(url.removeprefix(SCORER_PREFIX))
     except (TimeoutError, NoEngineError) as error:
-        reason = str(error) or f"no server within {seconds / 2:g} s"
+        reason = str(error) or f"no server was available within {seconds / 2:g} s"
         raise RewardError(f"{url}: {reason}", FailReason.ENGINE_LOST) from None
 
     try:
@@ -129,7 +131,7 @@ class RewardModel:
                 direct=self.url.startswith(SCORER_PREFIX),
             )
 
-        with RemoteError.instead_of(*UNDECODABLE, text=f"{url}: not the answer of a reward model"):
+        with RemoteError.instead_of(*UNDECODABLE, text=f"{url}: the answer is not from a reward model"):
             outputs = _decode_classification(answer).embedding
 
         return normalised_output(outputs, self.label, self.normalise)
@@ -198,7 +200,7 @@ class Classifier:
 def normalised_output(values: Sequence[float], label: int, normalise: Normalise) -> float:
     """Return the normalised output of one label. ValueError if the model has fewer labels."""
     if label >= len(values):
-        raise ValueError(f"label {label} is too high for a model that returns {len(values)} numbers")
+        raise ValueError(f"label {label} is too high: the model's last label is {len(values) - 1}")
 
     value = values[label]
     if normalise == "sigmoid":
@@ -253,7 +255,7 @@ class LLMJudge:
     ) -> None:
         self._model = RemoteModel(url, model, api_key_env, timeout, retries, temperature, max_tokens)
         self._prompt_template = _load_template(prompt)
-        with ConfigError.instead_of(re.error, text=f"score: {score!r} is not a valid pattern"):
+        with ConfigError.instead_of(re.error, text=f"score: {score!r} is not a valid regular expression"):
             self._score_pattern = re.compile(score)
         if self._score_pattern.groups < 1:
             raise ConfigError(
@@ -272,7 +274,7 @@ class LLMJudge:
 
         scores = self._score_pattern.findall(answer)
         if not scores:
-            raise ValueError(f"the judge gave no score: {answer[-200:]!r}")
+            raise ValueError(f"the judge's answer contains no score: {answer[-200:]!r}")
 
         number = scores[-1] if isinstance(scores[-1], str) else scores[-1][0]
         return min(max(float(number) / self._scale, 0.0), 1.0)
@@ -311,12 +313,12 @@ def _load_template(prompt: str) -> Any:
         "scale",
     }
 
-    with ConfigError.instead_of(jinja2.TemplateSyntaxError, text="the prompt is not a Jinja template"):
+    with ConfigError.instead_of(jinja2.TemplateSyntaxError, text="the prompt is not a valid Jinja template"):
         unknown_names = jinja2.meta.find_undeclared_variables(environment.parse(prompt)) - variable_names
 
     if unknown_names:
         raise ConfigError(
-            f"unknown variable {sorted(unknown_names)[0]!r} in the prompt; known: "
+            f"unknown variable {sorted(unknown_names)[0]!r} in the prompt; available: "
             f"{', '.join(sorted(variable_names))}"
         )
 

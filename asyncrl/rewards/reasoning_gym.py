@@ -33,7 +33,7 @@ class ReasoningGym:
         row = episode.sample.extra_info.get(EXTRA_KEY)
         if not isinstance(row, dict) or not {"task", "entry"} <= row.keys():
             raise ValueError(
-                f"extra_info.{EXTRA_KEY} is missing; asyncrl data reasoning_gym:TASK writes such rows"
+                f"extra_info.{EXTRA_KEY} is missing; prepare the rows with asyncrl data reasoning_gym:TASK"
             )
         entry = unpack_entry(json.loads(row["entry"]))
         tagged_answer = text_in_tag(episode.answer, self._tag)

@@ -30,7 +30,7 @@ class ShapingInput:
 
 
 Shaping = Callable[..., float]
-"""`(given: ShapingInput, *, options…) -> float`: what is added to the reward, on the last turn."""
+"""`(given: ShapingInput, *, options…) -> float`: the number to add to the reward of the last turn."""
 
 shapings: Registry[Shaping] = Registry("shaping")
 SHAPING_CALL = Call("def shaping(given: ShapingInput, *, options)", ("given",))
@@ -46,9 +46,10 @@ def overlong(
 ) -> float:
     """min(-(len - (limit - buffer)) / buffer · factor, 0), len = model tokens (DAPO, arXiv 2503.14476).
 
-    Use: answers that grow longer without success, at any staleness. Tool replies are not counted. `limit` 0:
-    the most model tokens that an episode can have, min(rows · rollout.max_tokens, max_turns ·
-    max_new_tokens); set `limit` if prompts are long. `buffer` 0: a fifth of the limit.
+    Use: answers that grow longer without succeeding more often, at any staleness. Tool replies are not
+    counted. `limit` 0: the largest number of model tokens that an episode can have, min(rows ·
+    rollout.max_tokens, max_turns · max_new_tokens); set `limit` if prompts are long. `buffer` 0: a fifth of
+    the limit.
     """
     limit = limit or episode.limit
     buffer = buffer or max(limit // 5, 1)

@@ -43,8 +43,8 @@ PROTECTED = (
     *("*.egg-info", "*.egg-link", "sitecustomize*", "usercustomize*", "site-packages", "dist-packages"),
     "pyvenv.cfg",
 )
-"""Names that decide how tests run, or which code runs: taken from the image, not from the agent's changes.
-Also protected in capitals, as Python reads the metadata of `a.DIST-INFO`, too."""
+"""Names of files that decide how tests run, or which code runs. These files come from the image, not from the
+agent's changes. Names in capitals are also protected, because Python also reads metadata in `a.DIST-INFO`."""
 TEST_DIRECTORIES = ("tests", "test", "testing")  # directories whose helpers also decide how tests run
 LOG_DIRECTORY = "/logs/verifier"
 EMPTY_LOGS = Entry(DIRECTORY, "logs", 0o755), Entry(OPAQUE, "logs/verifier", 0o755)
@@ -113,7 +113,7 @@ class JudgedByTests:
         verdict = Verdict(0.0, dict.fromkeys((*fraction_names, "seconds", "network"), 0.0))
 
         if failure := result.get("failed"):
-            verdict = replace(verdict, notes=f"its changes cannot be judged: {failure}")
+            verdict = replace(verdict, notes=f"the changes cannot be judged: {failure}")
         else:
             changes = await in_thread(partial(read_changes, episode.result), "tests")
             async with self._sandbox_slots:
@@ -126,7 +126,7 @@ class JudgedByTests:
                     try:
                         await self._judge_changes(task, tests, None)
                     except NoVerdict as error_without_changes:
-                        reason = f"task {task.name}, even without changes: {error_without_changes}"
+                        reason = f"task {task.name} fails even without changes: {error_without_changes}"
                         raise RewardError(reason, FailReason.TESTS_FAILED_TO_RUN) from None
 
         notes = "; ".join(str(note) for note in (verdict.notes, result.get("ended")) if note)
@@ -157,7 +157,9 @@ class JudgedByTests:
             if sandbox_started and changes is not None and isinstance(error, SandboxError):
                 raise NoVerdict(one_line(error)) from error
 
-            reason = f"task {task.name}: {one_line(error) or f'setup took over {self.setup_seconds:g} s'}"
+            reason = (
+                f"task {task.name}: {one_line(error) or f'setup took more than {self.setup_seconds:g} s'}"
+            )
             raise RewardError(reason, FailReason.SETUP_FAILED) from error
         finally:
             if sandbox is not None:
@@ -325,7 +327,7 @@ def read_report(report: bytes) -> dict[tuple[str, str], bool]:
             open_cases.pop()
 
     def refuse(*_: object) -> None:
-        raise ValueError("the report has a document type")
+        raise ValueError("the report contains a document type declaration")
 
     parser = expat.ParserCreate("utf-8")
     parser.StartElementHandler = start

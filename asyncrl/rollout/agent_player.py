@@ -230,7 +230,7 @@ class AgentPlayer:
             side_requests = (
                 ", except in side requests (from agents in rollout.untrained_agents, or not in `agents`)"
             )
-        raise AgentError(f"the agent ended without calling the model{side_requests}")
+        raise AgentError(f"the agent exited without calling the model{side_requests}")
 
     async def expire(self) -> Outcome:
         self._check_replayed()

@@ -14,7 +14,7 @@ from asyncrl.tools.snapshots import Snapshots
 from asyncrl.wire.outbox import Outbox
 
 Sampler = LocalSampler | ServerPool
-"""The source of an episode's turns: an engine of this process, or a pool of servers."""
+"""The source of an episode's turns: an engine in this process, or a pool of servers."""
 
 
 @dataclass

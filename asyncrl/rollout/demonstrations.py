@@ -64,7 +64,7 @@ class DemonstrationPlayer:
         row_logprobs = [await score(Request(self.run.name, ids, Sampling(0, ()))) for ids in rows_of(turns)]
         token_logprobs = assistant_logprobs(turns, row_logprobs)
         if not math.isfinite(logprob_sum := math.fsum(token_logprobs)):
-            raise EngineError("the model's log-probs of the conversation are not finite numbers")
+            raise EngineError("the model's log-probs for the conversation are not finite numbers")
         return -logprob_sum / len(token_logprobs)
 
     async def expire(self) -> Outcome:
@@ -96,7 +96,7 @@ class NoEngine:
         self.asleep = False
 
     async def generate(self, request: Request) -> Generation:
-        raise EngineError("a supervised run samples only in validation")
+        raise EngineError("a supervised run samples only during validation")
 
     def release(self, session: str) -> None:
         """Do nothing: sessions hold nothing."""

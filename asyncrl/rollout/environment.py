@@ -83,12 +83,13 @@ class EpisodeEnvironment:
                     return read_answer(await call_user(lambda: self._locked_call(function), limit))
             except CallTimeout as call_timeout:
                 text = (
-                    f"{method_name} of the environment did not end within {limit:g} s{call_timeout.last_wait}"
+                    f"the environment's {method_name} did not finish within {limit:g} s"
+                    f"{call_timeout.last_wait}"
                 )
                 raise EnvironmentFailed(text) from None
             except Exception as error:
                 raise EnvironmentFailed(
-                    f"{method_name} of the environment failed: {describe(error)}"
+                    f"the environment's {method_name} failed: {describe(error)}"
                 ) from error
 
     async def _locked_call(self, function: Callable[[], Awaitable[Any]]) -> Any:
@@ -114,10 +115,10 @@ def _checked_observation(answer: Any) -> Observation:
 def _checked_message(message: Any) -> Message:
     """Check a message; content and reasoning are cut later, where the model's tokens are counted."""
     if not isinstance(message, Message):
-        raise TypeError(f"the messages of an Observation must be Messages, not {type(message).__name__}")
+        raise TypeError(f"the messages in an Observation must be Messages, not {type(message).__name__}")
     if message.tool_calls:
         raise ValueError(
-            "the messages of an Observation cannot contain tool calls; only the model makes tool calls"
+            "the messages in an Observation cannot contain tool calls; only the model makes tool calls"
         )
 
     return Message(

@@ -236,7 +236,7 @@ class ServerPool:
             self._append_part(turn, server, engine_lost.partial)
             await turn.request.on_part(turn.sampled)
             if turn.losses_in_row >= MAX_LOSSES:
-                loss_text = f"{MAX_LOSSES} servers in a row lost the turn; the last one: {engine_lost}"
+                loss_text = f"{MAX_LOSSES} servers in a row lost the turn; last error: {engine_lost}"
                 raise EngineError(loss_text) from engine_lost
         finally:
             server.running_requests -= 1
@@ -371,7 +371,9 @@ class ServerPool:
         """Avoid a server that lost a turn until the next table, or for SUSPECT_SECONDS."""
         if not server.suspect and server.id in self._servers:
             log.warning(
-                "%s lost a turn (%s): its turns continue on other servers", server.entry.name, lost_error
+                "%s lost a turn (%s); the server's turns continue on other servers",
+                server.entry.name,
+                lost_error,
             )
             server.suspect = True
 

@@ -126,7 +126,7 @@ class TurnPlayer:
                 return commands.EpisodeScored(replace(reward_result, score=score))
 
             case command:
-                raise ProtocolError(f"nothing answers {type(command).__name__}")
+                raise ProtocolError(f"no handler for the command {type(command).__name__}")
 
     async def _open_tools(self) -> commands.Opened:
         """Open the tools, then reset the environment."""
@@ -138,7 +138,7 @@ class TurnPlayer:
         self._environment = EpisodeEnvironment(self.make_environment, tool_timeout, self.run.context.waits)
         first_observation = await self._environment.reset(self.run.assignment.sample)
         if first_observation.done:
-            raise EnvironmentFailed("the environment ended before the first turn")
+            raise EnvironmentFailed("the environment ended the episode before the first turn")
 
         environment_tools = self._environment.environment.tools
         schemas = (
@@ -188,7 +188,7 @@ class TurnPlayer:
             await self._tools.open()
             if self._tools.opening_text != episode.opened.opening_text:
                 raise ProtocolError(
-                    "reset of a tool's object returned a different text when repeated"
+                    "the reset of a tool's object returned a different text when repeated"
                 ) from None
             await self._repeat_turns(episode)
 

@@ -242,7 +242,7 @@ class RolloutWorker:
             async with asyncio.timeout(FLUSH_SECONDS):
                 await self.outbox.wait_until_flushed()
         except TimeoutError:
-            log.warning("records of %d episodes were not acknowledged", len(self.outbox.attempts))
+            log.warning("episodes whose records were not acknowledged: %d", len(self.outbox.attempts))
 
         tasks = [*services, *filter(None, [self._sleep_task])]
         for task in tasks:
@@ -344,11 +344,11 @@ class RolloutWorker:
                     await self._send_hello()
                 case ContactState.EXPIRED:
                     self._drop_all_episodes(
-                        f"nothing heard from the coordinator for {self.contact.lost_after:g} s"
+                        f"no message from the coordinator for {self.contact.lost_after:g} s"
                     )
                     await self._send_hello()
                 case ContactState.GONE:
-                    raise DeadlineError(f"no coordinator for {self.contact.leave_after:g} s")
+                    raise DeadlineError(f"no contact with the coordinator for {self.contact.leave_after:g} s")
 
             self.outbox.resend_overdue()
             self.busy_timer.flush_if_due()
@@ -418,7 +418,7 @@ class RolloutWorker:
 
     def _drop_all_episodes(self, reason: str) -> None:
         if self._episodes:
-            log.warning("worker %d gives up %d episodes: %s", self.index, len(self._episodes), reason)
+            log.warning("worker %d gives up its episodes (%d): %s", self.index, len(self._episodes), reason)
         for attempt in list(self._episodes):
             self._drop_episode(attempt)
 

@@ -75,8 +75,8 @@ class Liveness:
             limit = f"{self._silence_limit:g} s (launch.stall_timeout plus the longest silent wait)"
             return f"no sign of life for {limit}"
         if now - self.progress_at > self._progress_limit:
-            limit = f"{self._progress_limit:g} s (the sum of the deadlines of an episode)"
-            return f"no episode has ended, and nothing has been trained, for {limit}"
+            limit = f"{self._progress_limit:g} s (the sum of an episode's deadlines)"
+            return f"no episode has finished and nothing has been trained for {limit}"
         return ""
 
 

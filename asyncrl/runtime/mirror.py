@@ -54,7 +54,7 @@ MAX_PENDING_PIECES = 16
 STALL_SECONDS = 10.0  # without a sign of life, until a source is given up
 BARREN_SECONDS = 30.0  # without a piece, until a source that waits itself is given up
 CLOSING_SECONDS = 0.5  # between two looks at whether the process ends
-ENDING = "this process ends"
+ENDING = "this process is shutting down"
 MAX_SOURCES = 3  # tried for one version
 SLACK_FACTOR = 4.0  # a fetch may take so many times the seconds that the rate of the last fetch predicts
 
@@ -156,7 +156,9 @@ class Mirror:
             advice = (
                 "; set weights.directory=run" if disk_full(error) and self._directory_setting != "run" else ""
             )
-            raise WeightsError(f"{version.label} cannot be written here: {error}{advice}") from error
+            raise WeightsError(
+                f"{version.label} cannot be written on this machine: {error}{advice}"
+            ) from error
         except (DeadlineError, ProtocolError) as error:
             log.warning("%s cannot be copied to this machine: %s", version.label, error)
             raise Unreachable(f"{version.label} cannot be fetched: {one_line(error)}") from error
@@ -181,7 +183,7 @@ class Mirror:
 
                 if time.monotonic() > give_up_at:
                     raise DeadlineError(
-                        "another process on this machine is fetching the file but makes no progress"
+                        "another process on this machine is fetching the file but is making no progress"
                     )
                 time.sleep(0.02)
             else:
@@ -295,7 +297,9 @@ class Mirror:
                 if not pending_sizes:
                     return
                 if time.monotonic() > give_up_at:
-                    raise DeadlineError(f"it takes {SLACK_FACTOR:g} times as long as the last version")
+                    raise DeadlineError(
+                        f"the fetch takes more than {SLACK_FACTOR:g} times as long as the last fetch"
+                    )
 
                 if (piece := _received_piece(self._await_answer(link), pending_sizes)) is None:
                     if time.monotonic() > barren_at:
@@ -372,6 +376,6 @@ def _received_piece(
     if not frames:
         return None
     if len(frames) != 1 or len(frames[0]) != pending_sizes[message.offset]:
-        raise ProtocolError(f"a chunk of {sum(map(len, frames))} bytes")
+        raise ProtocolError(f"a chunk has the wrong size ({sum(map(len, frames))} bytes)")
 
     return message.offset, frames[0]

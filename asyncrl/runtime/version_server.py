@@ -194,7 +194,7 @@ class VersionServer:
         WeightsError when the version is gone."""
         directory = self._directory()
         if directory is None:
-            raise WeightsError("no version is known here yet")
+            raise WeightsError("no version is available yet")
 
         ref = disk.ref_to(directory, version)
         lock_stack, _ = self._held_locks.get(version) or (ExitStack(), 0.0)
@@ -242,5 +242,5 @@ def _read_at(path: Path, request: ReadBytes) -> bytes:
     with path.open("rb", 0) as file:
         data = os.pread(file.fileno(), request.size, request.offset)
     if len(data) != request.size:
-        raise WeightsError(f"{path} does not have {request.size} bytes at {request.offset}")
+        raise WeightsError(f"{path} does not have {request.size} bytes at offset {request.offset}")
     return data

@@ -65,7 +65,7 @@ class LoadFailures:
             patience = min(patience, PROCESS_PATIENCE)
         if self._failure_count < LOAD_TRIES or time.monotonic() - self._failing_since < patience:
             return ""
-        return f"{self._failure_count} loads in a row failed; the last one: {self._last_error}"
+        return f"{self._failure_count} loads in a row failed; last error: {self._last_error}"
 
 
 class WeightLoader:

@@ -152,7 +152,7 @@ class ServerSupervisor:
     async def _keep_server(self) -> int:
         """Start the server and watch it for ever. Raises EngineError when the server is lost."""
         if self._versions is not None and self._versions.asleep:
-            with self._waits.wait_named("the devices, which the trainer has, to start its server"):
+            with self._waits.wait_named("the trainer's devices, to start its server"):
                 await self._versions.wait_until_wanted(self._control.send)
 
         server = await self._start_server()
@@ -203,8 +203,10 @@ class ServerSupervisor:
                         store_kv_tokens(self._run_dir, self.index, server.info.max_total_num_tokens)
                     return server
         except TimeoutError:
-            timeout = f"not ready within engine.start_timeout ({start_timeout:g} s); its output is above"
-            raise EngineError(f"{self.name}: {timeout}") from None
+            raise EngineError(
+                f"{self.name}: its server was not ready within engine.start_timeout ({start_timeout:g} s); "
+                "its output is above"
+            ) from None
 
     async def _attach(self, url: str, fresh: bool = False) -> Attached:
         return await attach(
@@ -232,7 +234,7 @@ class ServerSupervisor:
                 self._healthy = False
                 if unanswered >= MAX_UNANSWERED:
                     raise EngineError(
-                        f"{self.name}: no answer after {unanswered} attempts: {error}"
+                        f"{self.name}: its server did not answer {unanswered} times in a row: {error}"
                     ) from error
 
     async def _load_versions(self, versions: ServerVersions) -> NoReturn:
@@ -279,7 +281,9 @@ class ServerSupervisor:
                 case ContactState.QUIET | ContactState.EXPIRED:
                     await self._send_hello()
                 case ContactState.GONE:
-                    raise DeadlineError(f"no coordinator for {self._contact.leave_after:g} s")
+                    raise DeadlineError(
+                        f"no message from the coordinator for {self._contact.leave_after:g} s"
+                    )
 
             self._activity.flush_if_due()
             await asyncio.sleep(self._contact.tick_interval)

@@ -182,7 +182,7 @@ class ServerVersions:
         if loaded_before == self._loaded_count and not server.broken and server_label != expected_label:
             raise WeightsError(
                 f"engine {self._index}: its server holds {server_label!r} instead of "
-                f"{expected_label!r}: the server was restarted, or another program loads weights into it"
+                f"{expected_label!r}; the server was restarted, or another program loaded weights into it"
             )
 
         return not server.broken

@@ -104,7 +104,7 @@ class Checkpoints:
                 ValueError,
                 ImportError,
                 text=f"checkpoint.directory {location}: cannot be opened",
-                advice="install what fsspec needs for it (s3fs for s3://), or use a directory",
+                advice="install the package that fsspec needs (s3fs for s3://), or use a local directory",
             ):
                 self._fs, self.root = url_to_fs(location)
 
@@ -130,7 +130,7 @@ class Checkpoints:
             manifest = msgspec.json.decode(content, type=CheckpointManifest)
 
         if manifest.step != step:
-            raise CheckpointError(f"{path}: renamed or copied; its manifest is of step {manifest.step}")
+            raise CheckpointError(f"{path}: renamed or copied; its manifest is from step {manifest.step}")
 
         return manifest
 
@@ -141,7 +141,7 @@ class Checkpoints:
         while step > trained_steps:
             manifests.append(self.manifest(step))
             if manifests[-1].parent >= step:
-                raise CheckpointError(f"{self.file_path(step)}: is its own parent")
+                raise CheckpointError(f"{self.file_path(step)}: the parent is not an earlier checkpoint")
             step = manifests[-1].parent
         return manifests[::-1]
 

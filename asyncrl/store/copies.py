@@ -90,7 +90,7 @@ class Copies:
             self._thread.start()
 
         if failure:
-            log.error("no copy of %s: %s", self._run_dir / DATABASE, failure.line)
+            log.error("could not copy %s: %s", self._run_dir / DATABASE, failure.line)
 
 
 def _write_copy(db: sqlite3.Connection, copy_directory: Path, episode_counts: dict[State, int]) -> None:
@@ -102,7 +102,7 @@ def _write_copy(db: sqlite3.Connection, copy_directory: Path, episode_counts: di
             shutil.rmtree(old_copy)
 
     if failure:
-        log.error("no copy of %s: %s", DATABASE, failure.line)
+        log.error("could not copy %s: %s", DATABASE, failure.line)
 
 
 def _fill_copy(db: sqlite3.Connection, episode_counts: dict[State, int]) -> None:
@@ -186,13 +186,13 @@ def restore_newest(run_dir: Path) -> list[str]:
 
     pruned_episodes = _read_number(run_dir, "SELECT sum(count) FROM pruned")
     return [
-        f"{database_path}: restored from {good_copy}, {_progress_of(run_dir)}; the damaged files are in "
+        f"{database_path}: restored from {good_copy} ({_progress_of(run_dir)}); the damaged files are in "
         f"{damaged_directory}",
-        "lost: everything after that copy; as far as the damaged database can be read, it has "
+        "lost: everything written after that copy; the readable part of the damaged database has "
         f"{damaged_progress}. Steps after the newest checkpoint are trained again, and episodes issued "
-        "since are sampled again",
-        f"lost: the records of {pruned_episodes:,} finished episodes, except their number",
-        f"lost: payloads of {' '.join(_unreadable_episodes(run_dir)) or 'no needed episode'}",
+        "since then are sampled again",
+        f"lost: the records of finished episodes that were counted but not copied ({pruned_episodes:,})",
+        f"lost: payloads of needed episodes: {' '.join(_unreadable_episodes(run_dir)) or 'none'}",
     ]
 
 

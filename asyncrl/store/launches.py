@@ -56,8 +56,8 @@ def launches_of(run_dir: Path) -> list[LaunchRecord]:
         return [LaunchRecord(0, msgspec.yaml.decode(config_path.read_bytes(), type=dict[str, Any]))]
     except (OSError, *UNDECODABLE) as error:
         raise ConfigError(
-            f"{config_path}: not readable ({one_line(error)}); restore it, or start a new run with another "
-            "name=…"
+            f"{config_path}: not readable ({one_line(error)}); restore the file, or start a new run with "
+            "another name=…"
         ) from None
 
 

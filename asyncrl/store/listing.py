@@ -57,7 +57,7 @@ FACETS = {
     "agent": "agent",
     "mode": "mode",
     "source": "source",
-    "stale": "tokens masked for age",
+    "stale": "tokens masked because of age",
 }
 NEWEST_FIRST = "e.group_id DESC, e.step DESC, e.member, e.uid"  # held-out episodes last
 # The order for a finished run: unfinished episodes come last, because they hold nothing to read.
@@ -109,7 +109,7 @@ class Listing(msgspec.Struct, frozen=True):
             ) from None
 
         if start and not (start.isdecimal() and len(start) < 10):
-            raise ConfigError(f"episodes: start={start}: use a number from 0 upward")
+            raise ConfigError(f"episodes: start={start}: use a non-negative integer")
 
         sort = NEWEST_FIRST
         if sort_column := order.removeprefix("-"):
@@ -147,7 +147,7 @@ def column_expression(name: str) -> str:
         return "e.components ->> '$.\"{}\"'".format(name.removeprefix(COMPONENT_PREFIX).replace("'", "''"))
     if name not in COLUMNS:
         raise ConfigError(
-            f"episodes: no column {name!r}; columns: {', '.join(COLUMNS)}, {COMPONENT_PREFIX}NAME"
+            f"episodes: unknown column {name!r}; the columns are {', '.join(COLUMNS)}, {COMPONENT_PREFIX}NAME"
         )
     return COLUMNS[name]
 

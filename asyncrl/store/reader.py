@@ -119,7 +119,7 @@ class RunReader:
     def plan(self, step: int) -> Batch:
         """Return the plan of a step from `planned_steps`."""
         query = "SELECT record FROM plans WHERE step=?"
-        return _first_record(self._records(Batch, query, step), "plan of step", step)
+        return _first_record(self._records(Batch, query, step), "the plan for step", step)
 
     @property
     def covered_step(self) -> int:

@@ -267,7 +267,7 @@ class RunStore:
         if self.copies.is_copying:  # the copy reads the state at the start of the copy from the log
             if overdue_seconds := self.copies.overdue_seconds:
                 log.warning(
-                    "%s: a copy has been running for %.0f s while the log grows; check the disk",
+                    "%s: a copy has been running for %.0f s while the write-ahead log grows; check the disk",
                     self._run_dir,
                     overdue_seconds,
                 )
@@ -279,7 +279,7 @@ class RunStore:
             raise store_error(self._run_dir / DATABASE, error) from error
 
         if is_blocked:
-            log.warning("%s: a reader keeps a transaction open, so the log grows", self._run_dir)
+            log.warning("%s: a reader keeps a transaction open, so the write-ahead log grows", self._run_dir)
 
     def rollback(self) -> None:
         """Forget everything put since the last commit."""

@@ -67,7 +67,7 @@ OPEN_DEADLINE = 60.0  # seconds that opening waits for a locked or full store
 RETRY_SECONDS = 0.25  # seconds between two tries to open a store
 BUSY_TIMEOUT = 0.25  # seconds that a statement waits for another process's lock
 CHECK_SECONDS = 2.0  # seconds spent on looking for damage before a start
-RESTORE_ADVICE = "; asyncrl runs restore NAME rebuilds run.db from a copy (docs/background/reliability.md)"
+RESTORE_ADVICE = "; `asyncrl runs restore NAME` rebuilds run.db from a copy (docs/background/reliability.md)"
 
 # Errors that may pass: a lock of another process; a full disk or quota.
 PASSING_CODES = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
@@ -95,14 +95,16 @@ def store_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the kind of error
         is_full = code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
         advice = (
-            "free disk space" if is_full else "stop the process that locks it (lsof run.db), or let it finish"
+            "free disk space"
+            if is_full
+            else "stop the process that locks the database (lsof run.db), or let the process finish"
         )
         will_pass = code in PASSING_CODES
 
     if not will_pass:
         return damage_error(path, error)
 
-    return StorePaused(f"{path}: {error}; the run waits until it can write: {advice}")
+    return StorePaused(f"{path}: {error}; the run waits until the store is writable; {advice}")
 
 
 def damage_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
@@ -150,7 +152,7 @@ def open_to_read(run_dir: Path) -> sqlite3.Connection:
         uri = f"{path.absolute().as_uri()}?mode=ro"  # as_uri() writes ? and % of the path as %3F and %25
         db = sqlite3.connect(uri, uri=True, isolation_level=None)
         if _schema_of(db) not in READABLE_SCHEMAS:
-            raise _other_version_error(db, path, "read")
+            raise _other_version_error(db, path, "read the file")
     except sqlite3.Error as error:
         raise damage_error(path, error) from error
 
@@ -192,23 +194,23 @@ def _check_continuable(db: sqlite3.Connection, path: Path) -> None:
     minor versions, also where the schema stays."""
     is_same_version = _minor_version(_writer_of(db) or __version__) == _minor_version(__version__)
     if _schema_of(db) != SCHEMA_VERSION or not is_same_version:
-        raise _other_version_error(db, path, "continue")
+        raise _other_version_error(db, path, "continue the run")
 
 
-def _other_version_error(db: sqlite3.Connection, path: Path, verb: str) -> ConfigError:
+def _other_version_error(db: sqlite3.Connection, path: Path, action: str) -> ConfigError:
     writer = ""
     with suppress(sqlite3.Error):  # another kind of database
         writer = _writer_of(db)
 
-    cure = "use the commit that wrote the file"
+    cure = "use the commit of asyncrl that wrote the file"
     if writer and _minor_version(writer) != _minor_version(__version__):
-        cure = f'pip install "asyncrl=={_minor_version(writer)}.*"'
-    if verb == "continue":
-        cure += ", or start a new run with name=…"
+        cure = f'run `pip install "asyncrl=={_minor_version(writer)}.*"`'
+    if action == "continue the run":
+        cure += ", or start a new run with another name=…"
 
     return ConfigError(
         f"{path}: written by {f'asyncrl {writer}' if writer else 'a commit before asyncrl 0.1.0'} (schema "
-        f"{_schema_of(db)}), which asyncrl {__version__} (schema {SCHEMA_VERSION}) does not {verb}; {cure}"
+        f"{_schema_of(db)}), so asyncrl {__version__} (schema {SCHEMA_VERSION}) cannot {action}; {cure}"
     )
 
 

@@ -110,7 +110,7 @@ class SegmentReader:
                 if len(payload) == length and xxhash.xxh3_64_intdigest(payload) == digest:
                     return payload
 
-        raise StoreError(f"{path}: damaged record at {location.offset}")
+        raise StoreError(f"{path}: damaged record at offset {location.offset}")
 
     def oldest_kept(self, oldest_needed: int, spare_bytes: int) -> int:
         """Return the oldest segment to keep: all segments from `oldest_needed` on, and the newest earlier

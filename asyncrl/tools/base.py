@@ -32,11 +32,11 @@ Replay = Literal["pure", "reapply", "no"]
 RESERVED_METHODS = frozenset({
     *("open", "reset", "call", "result", "get_reward", "close", "snapshot", "restore", "snapshots"),
 })  # fmt: skip
-"""Public names of a class that are no tools."""
+"""Public names in a class that are not tools."""
 NO_TOOLS = (staticmethod, classmethod, property, functools.cached_property, type)
-"""Types of the public members of a class that are no tools: `type` is for nested classes."""
+"""Types of public class members that are not tools; `type` is for nested classes."""
 MAX_REPLY_BYTES = 1 << 18
-"""Limit of a reply, more than a model can read: a tool may return a gigabyte."""
+"""Size limit for a reply, more than a model can read; without a limit, a tool could return a gigabyte."""
 
 
 class ToolError(AsyncrlError):
@@ -74,13 +74,13 @@ class Tool:
     decode: Decode
     state: Callable[[], Any] | None = None
     timeout: float | None = None
-    """Seconds; None: the default of the caller."""
+    """Time limit in seconds; None means the caller's default."""
     retries: int = 0
-    """Maximum number of retries of a call that raised, with growing pauses, before the deadline."""
+    """Maximum number of retries for a call that raised an error, with growing pauses, within the deadline."""
     concurrency: int | None = None
-    """Maximum number of calls of this tool that one worker runs at once; None: unlimited."""
+    """Maximum number of calls to this tool that one worker runs at once; None means no limit."""
     rate: float | None = None
-    """Maximum number of calls of this tool that one worker starts per second; None: unlimited."""
+    """Maximum number of calls to this tool that one worker starts per second; None means no limit."""
     replay: Replay = "pure"
     """How recorded calls are treated when an episode continues after a crash. `pure`: use the recorded reply;
     `reapply`: run the call again to rebuild its effects; `no`: start the episode again."""
@@ -89,17 +89,17 @@ class Tool:
     and must be quick. With `state`, this also applies to the constructor and the other sync methods of the
     object."""
     process: bool = False
-    """Run a sync function in a process of a pool, which the deadline can kill."""
+    """Run a sync function in a process from a pool; the deadline can kill this process."""
     env: tuple[str, ...] = ()
-    """With `process`: environment variables for the process, in addition to the usual ones
+    """With `process`: environment variables for the process, in addition to the usual variables
     (isolation/child.py)."""
     remake: Callable[..., Tool] | None = None
     """The factory that created the tool, for samples that bring constructor arguments."""
     begin: Callable[[], Awaitable[None]] | None = None
-    """Awaited before every episode with the tool: prepares shared resources outside the deadline of the
-    calls, and returns at once if they are ready."""
+    """Awaited before every episode with the tool: prepares shared resources outside the deadline for
+    calls, and returns at once if the resources are ready."""
     end: Callable[[], Awaitable[None]] | None = None
-    """Awaited once when a worker ends: releases resources that tools share, such as connections."""
+    """Awaited once when a worker exits: releases resources that tools share, such as connections."""
     check: Callable[[dict[str, Any]], Awaitable[str]] | None = None
     """Describes a problem with decoded arguments for the model; '' if there is none. Runs under the
     deadline."""
@@ -117,7 +117,8 @@ class Tool:
 
         if self.process and (self.state is not None or self.blocking):
             raise ConfigError(
-                f"tool {self.name!r}: process=True works only for functions, and not together with blocking"
+                f"tool {self.name!r}: process=True works only for functions, and cannot be combined with "
+                "blocking"
             )
 
         # An object of an async method may have other members that block.
@@ -139,8 +140,8 @@ tools: Registry[Tool | Callable[..., Any]] = Registry(
         "workspace": "asyncrl.tools.python",
     },
 )
-"""Tools, or factories with the return annotation Tool or Sequence[Tool], called with the config's
-arguments."""
+"""Tools, or factories that are annotated to return Tool or Sequence[Tool] and are called with the arguments
+from the config."""
 
 
 @overload
@@ -211,7 +212,9 @@ def _check_members(definition: type) -> None:
         return
 
     if callable(getattr(definition, "open", None)):
-        raise ConfigError(f"{label} has `open` and `reset`, which both begin an episode; remove one")
+        raise ConfigError(
+            f"{label} has both `open` and `reset`, but either begins an episode; remove one of them"
+        )
     for parameter in inspect.signature(reset).parameters.values():
         has_no_name = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL)
         if has_no_name and parameter.name != "self":
@@ -245,7 +248,7 @@ def _public_methods(definition: type) -> dict[str, Callable[..., Any]]:
             )
     if not methods:
         raise ConfigError(
-            f"class {definition.__name__} has neither a method `call` nor a public method, so it defines no "
+            f"class {definition.__name__} has neither a `call` method nor a public method, so it defines no "
             "tool; add a method"
         )
     return methods

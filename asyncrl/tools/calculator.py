@@ -79,6 +79,6 @@ def _evaluate_node(node: ast.expr) -> int | float:
                 raise ValueError(f"the exponent {right_value} is too large")
             result = BINARY_OPERATIONS[type(op)](left_value, right_value)
             if isinstance(result, complex) or not abs(result) < MAX_VALUE:
-                raise ValueError("the result is no number, or too large")
+                raise ValueError("the result is not a number, or is too large")
             return result  # type: ignore[no-any-return]
     raise ValueError("only numbers, brackets and + - * / // % ** are allowed")

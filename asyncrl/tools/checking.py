@@ -55,7 +55,7 @@ class Checker:
             return await self._start_pool().call((name, arguments), CHECK_SECONDS)
         except CallTimeout:
             raise CallTimeout(
-                f"checking its arguments took over {CHECK_SECONDS:g} s; simplify the schema's "
+                f"checking the arguments took more than {CHECK_SECONDS:g} s; simplify the schema's "
                 "patterns and references, or leave the tool out of `allow`"
             ) from None
 
@@ -100,7 +100,7 @@ def check_schema(name: str, schema: Any) -> None:
     from referencing.exceptions import Unresolvable
 
     schema_label = f"the schema of {name!r}"
-    advice = "correct the schema in the server, or list the tools that you need in `allow`, without this one"
+    advice = "correct the schema in the server, or list only other tools in `allow`"
 
     try:
         _validator_class(schema).check_schema(schema)
@@ -108,11 +108,15 @@ def check_schema(name: str, schema: Any) -> None:
     except jsonschema.SchemaError as error:
         raise ConfigError(f"{schema_label} is not a valid JSON schema: {error.message}; {advice}") from None
     except Unresolvable as error:
-        raise ConfigError(f"{schema_label} refers to {error.ref!r}, which is not in it; {advice}") from None
+        raise ConfigError(
+            f"{schema_label} refers to {error.ref!r}, which the schema lacks; {advice}"
+        ) from None
     except RecursionError:
         raise ConfigError(f"{schema_label} is nested too deeply; {advice}") from None
     except ReferenceLoop as error:
-        raise ConfigError(f"{schema_label} leads from {error.args[0]!r} back to itself; {advice}") from None
+        raise ConfigError(
+            f"{schema_label} contains a reference loop at {error.args[0]!r}; {advice}"
+        ) from None
 
 
 class ReferenceLoop(Exception):

@@ -24,7 +24,7 @@ def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None =
     arguments_by_spec = tool_args or {}
     if unused_specs := sorted(arguments_by_spec.keys() - set(specs)):
         raise ConfigError(
-            f"rollout.tool_args names {', '.join(unused_specs)}, which is not in rollout.tools; add it there"
+            f"rollout.tool_args: rollout.tools does not list {', '.join(unused_specs)}; add each missing tool"
         )
 
     loaded_tools: dict[str, Tool] = {}
@@ -35,8 +35,8 @@ def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None =
             if spec_tool.name in loaded_tools:
                 raise ConfigError(
                     f"rollout.tools: {origins[spec_tool.name]!r} and {spec!r} both define a tool "
-                    f"{spec_tool.name!r}; remove one of them, or rename it with @tool(name=...), or by "
-                    "renaming its method"
+                    f"{spec_tool.name!r}; remove or rename one of the two (with @tool(name=...), or by "
+                    "renaming the method)"
                 )
 
             if spec_tool.process:
@@ -117,7 +117,7 @@ def _load_folder(folder: Path) -> tuple[Tool, ...]:
                 tools_by_identity[id(decorated_tool)] = decorated_tool
 
     if not tools_by_identity:
-        raise ConfigError(f"{folder}: contains no tool; decorate a function with @tool")
+        raise ConfigError(f"{folder} contains no tools; decorate a function with @tool")
     return tuple(tools_by_identity.values())
 
 

@@ -57,7 +57,7 @@ def mcp(
     start to end. ConfigError: an option is invalid, or the server does not answer.
     """
     if bool(command) == bool(url):
-        raise ConfigError("set either command, to start a server, or url, to use a running one")
+        raise ConfigError("set either command, to start a server, or url, to use a running server")
     if url:
         check_url(url)
 
@@ -71,7 +71,7 @@ def mcp(
         tools_by_name = {listed_tool.name: listed_tool for listed_tool in listed_tools}
         if missing_names := [name for name in allowed_names if name not in tools_by_name]:
             present_names = ", ".join(tools_by_name) or "none"
-            raise ConfigError(f"allow: {server} has no tool {missing_names[0]!r}; it has {present_names}")
+            raise ConfigError(f"allow: {server} has no tool {missing_names[0]!r}; available: {present_names}")
         listed_tools = [tools_by_name[name] for name in allowed_names]
 
     for listed_tool in listed_tools:
@@ -109,7 +109,9 @@ def _make_tool(
     """Make a tool that calls a tool of the server, over the shared connection or the episode's connection.
     ConfigError: the name is no name of a tool."""
     if not TOOL_NAME.fullmatch(tool_name):
-        raise ConfigError(f"{tool_name!r} is not a tool name: use up to 128 letters, digits and _ . / -")
+        raise ConfigError(
+            f"{tool_name!r} is not a valid tool name; use up to 128 letters, digits and _ . / -"
+        )
 
     annotations = listed_tool.annotations
     max_attempts = 2 if annotations and (annotations.read_only_hint or annotations.idempotent_hint) else 1
@@ -183,7 +185,7 @@ def _list_in_thread(server: McpServer) -> list[Any]:
     except McpError as error:
         raise ConfigError(str(error)) from error
     except Exception as error:  # the boundary to the package, which may pass on whatever the server sent
-        raise ConfigError(f"{server} does not list its tools: {one_line(error)}") from error
+        raise ConfigError(f"cannot list the tools of {server}: {one_line(error)}") from error
 
 
 def _parse_headers(text: str) -> tuple[tuple[str, str], ...]:
@@ -193,7 +195,10 @@ def _parse_headers(text: str) -> tuple[tuple[str, str], ...]:
         name, colon, value = (part.strip() for part in line.partition(":"))
 
         if not colon or not HEADER_NAME.fullmatch(name) or not (value.isascii() and value.isprintable()):
-            raise ConfigError(f"headers: {name!r} is not a header; write Name: value, separated by commas")
+            raise ConfigError(
+                f"headers: {name!r} is not a valid header; write each header as Name: value, separated by "
+                "commas"
+            )
         if name.lower() in SECRET_HEADERS and not VARIABLE_REFERENCE.search(value):
             raise ConfigError(
                 f"headers: {name} is a secret; use an environment variable, as in '{name}: Bearer $MY_TOKEN'"

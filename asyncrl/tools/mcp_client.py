@@ -70,7 +70,9 @@ class McpServer:
         def variable_value(match: re.Match[str]) -> str:
             value = os.environ.get(match[1], "")
             if not (value.isascii() and value.isprintable() and value):  # errors of httpx2 would quote it
-                raise ConfigError(f"{match[1]} does not contain a valid header value; set it")
+                raise ConfigError(
+                    f"the environment variable {match[1]} does not contain a valid header value; set it"
+                )
             return value
 
         return bearer_header(self.api_key_env) | {
@@ -81,7 +83,7 @@ class McpServer:
 _connections: set[McpConnection] = set()
 
 servers_of_older_handshake: set[McpServer] = set()
-"""Servers that get the older handshake at once: a server that ignores the newer handshake costs 10 s."""
+"""Servers that get the older handshake at once, because ignoring the newer handshake costs 10 s."""
 
 
 class McpConnection:
@@ -119,7 +121,7 @@ class McpConnection:
         client = await asyncio.shield(self._client)  # cancelling this wait does not cancel the handshake
 
         if self.is_over:
-            end_text = self._describe_end("it ended before the call")
+            end_text = self._describe_end("the connection ended before the call")
             raise McpServerLost(f"the connection to the MCP server was lost: {end_text}")
 
         try:
@@ -145,7 +147,7 @@ class McpConnection:
                 listed_tools += page.tools
                 if (cursor := page.next_cursor) is None:
                     return listed_tools
-        raise ValueError(f"it has more than {MAX_TOOLS}")
+        raise ValueError(f"the server has more than {MAX_TOOLS} tools")
 
     def end_connection(self, end_reason: str) -> None:
         """Let the task close the connection. A handshake goes on, as it has its own deadline."""
@@ -155,7 +157,7 @@ class McpConnection:
 
     async def close(self) -> None:
         """End the connection within CLOSE_SECONDS; a started process is gone afterwards."""
-        self.end_connection("it was closed")
+        self.end_connection("the connection was closed")
         if not self._client.done():
             self._holder_task.cancel()
 
@@ -166,7 +168,7 @@ class McpConnection:
     async def _hold_connection(self, pause: float) -> None:
         """Connect and shake hands, wait for the end, and close: the connection's task."""
         server = self._server
-        problem = "it was closed"
+        problem = "the connection was closed"
         try:
             await asyncio.sleep(pause)
             with users_code():
@@ -242,7 +244,7 @@ class McpConnection:
     def _describe_end(self, problem: str) -> str:
         """Say why the connection ended, with the end of the server's output beside messages."""
         output_end = " ".join(self._server_output.decode("utf-8", "replace").split())[-300:]
-        return (self._end_reason or problem) + (f" (it wrote: {output_end})" if output_end else "")
+        return (self._end_reason or problem) + (f" (the server wrote: {output_end})" if output_end else "")
 
 
 class SharedConnection:
@@ -260,7 +262,7 @@ class SharedConnection:
         connection = self._current_connection
         if connection is None or connection.is_over:
             if connection is not None:
-                connection.end_connection("it ended")
+                connection.end_connection("the connection ended")
                 self._failed_connections += 1
             pause = RECONNECT_PAUSES[min(self._failed_connections, len(RECONNECT_PAUSES) - 1)]
             connection = self._current_connection = McpConnection(self._server, pause)
@@ -274,7 +276,7 @@ class SharedConnection:
         except asyncio.CancelledError:
             self._unanswered_calls += 1
             if self._unanswered_calls >= MAX_UNANSWERED:
-                connection.end_connection("it does not answer")
+                connection.end_connection("the server does not answer")
             raise
 
         self._failed_connections = self._unanswered_calls = 0
@@ -325,7 +327,7 @@ async def _bound_answer(response: Any) -> None:
                 event_ended = is_event_stream and (b"\n\n" in chunk or b"\r\n\r\n" in chunk)
                 received_bytes = 0 if event_ended else received_bytes + len(chunk)
                 if received_bytes > max_bytes:
-                    log.warning("an answer of an MCP server was cut off after %d bytes", max_bytes)
+                    log.warning("an answer from an MCP server was cut off after %d bytes", max_bytes)
                     raise httpx2.ReadError(f"the server's answer is larger than {max_bytes} bytes")
                 yield chunk
 

@@ -130,7 +130,8 @@ async def _receive_messages(
                     await incoming_writer.send(SessionMessage(message))
         if noise_bytes > MAX_NOISE_BYTES:
             noise_text = (
-                f"\nit sent {noise_bytes} bytes that are no MCP messages of at most {MAX_MESSAGE_BYTES} bytes"
+                f"\nthe server sent {noise_bytes} bytes that are not MCP messages of at most "
+                f"{MAX_MESSAGE_BYTES} bytes"
             )
             _keep_end(server_output, noise_text.encode())
             _terminate(process)

@@ -95,7 +95,7 @@ class CallLimits:
             self.pool = ProcessPool(
                 CALLS,
                 find_tool_source(tool),
-                name="the process of the tool",
+                name="the tool's process",
                 size=max_calls or 1,
                 max_answer_bytes=MAX_ANSWER_BYTES,
                 start_seconds=START_SECONDS,
@@ -127,10 +127,10 @@ class CallLimits:
                             await asyncio.sleep(begin_time - clock())
                             self._next_call_time = begin_time + self._call_interval
             except TimeoutError:
-                raise CallTimeout(f"the tool is busy: the call did not begin within {seconds:g} s") from None
+                raise CallTimeout(f"the tool is busy: the call did not start within {seconds:g} s") from None
 
             if (abandoned := len(self.live_calls) - self._awaited_calls) >= MAX_ABANDONED_CALLS:
-                raise CallTimeout(f"the tool is not available: {abandoned} earlier calls have not ended")
+                raise CallTimeout(f"the tool is not available: {abandoned} earlier calls are still running")
 
             self._awaited_calls += 1
             try:

@@ -120,7 +120,7 @@ class Workspace:
         result = await self._sandbox.prepare(self._setup_code, self._run_seconds)
 
         if result.ending != RunEnding.DONE:
-            raise SandboxError(f"the setup code of sample {self._sample_row} failed: {result.output[-500:]}")
+            raise SandboxError(f"the setup code for sample {self._sample_row} failed: {result.output[-500:]}")
         self._losses_at_setup = self._sandbox.losses
 
 

@@ -77,7 +77,7 @@ def _find_unused(tools: Mapping[str, Tool], sample_tools: SampleTools) -> Iterat
     for name, tool_keywords in (sample_tools.tools_kwargs or {}).items():
         if name not in tools:
             if tool_keywords is not None:
-                yield f"tools_kwargs for {name!r}, which is not in rollout.tools"
+                yield f"tools_kwargs contains {name!r}, which is not in rollout.tools"
             continue
 
         tool = tools[name]
@@ -87,9 +87,9 @@ def _find_unused(tools: Mapping[str, Tool], sample_tools: SampleTools) -> Iterat
         )
 
         for key in keywords.keys() - accepted_arguments(constructor, keywords).keys():
-            yield f"tools_kwargs.{name} has {key!r}, for which the tool has no parameter"
+            yield f"tools_kwargs.{name} contains {key!r}, but the tool has no such parameter"
         for key in sorted(key for key in UNUSED_KEYS if tool_keywords and tool_keywords.get(key)):
-            yield f"tools_kwargs.{name} has {key}; only create_kwargs are used"
+            yield f"tools_kwargs.{name} contains {key}, but only create_kwargs are used"
 
 
 def select_tools(tools: Mapping[str, Tool], sample_tools: SampleTools) -> dict[str, Tool]:
@@ -112,7 +112,8 @@ def merged_arguments(tools: Sequence[Tool], sample_tools: SampleTools) -> dict[s
             if merged.setdefault(key, value) != value:
                 shared_names = join_names(tool.name for tool in tools)
                 raise ToolError(
-                    f"tools_kwargs set {key!r} to different values for {shared_names}, which share it"
+                    f"tools_kwargs set {key!r} to different values for {shared_names}, which share this "
+                    "argument"
                 )
     return merged
 
@@ -130,7 +131,8 @@ def accepted_arguments(function: Callable[..., Any] | None, keywords: dict[str, 
 def _check_names(tools: Mapping[str, Tool], sample_tools: SampleTools) -> None:
     if unknown_names := [name for name in sample_tools.tools or () if name not in tools]:
         raise ToolError(
-            f"extra_info.tools has unknown names: {join_names(unknown_names)}; known: {join_names(tools)}"
+            f"extra_info.tools contains unknown names: {join_names(unknown_names)}; available: "
+            f"{join_names(tools)}"
         )
 
 
@@ -145,7 +147,7 @@ def _rebuild_tool(tool: Tool, arguments: dict[str, Any]) -> Tool:
     accepted = {} if tool.state else accepted_arguments(tool.remake, arguments)
     if accepted and tool.process:
         raise ToolError(
-            f"tool {tool.name!r} runs in processes that all samples share: remove its tools_kwargs"
+            f"tool {tool.name!r} runs in processes that all samples share; remove the tool's tools_kwargs"
         )
 
     if not accepted or tool.remake is None:
@@ -160,5 +162,5 @@ _decoder = msgspec.json.Decoder(SampleTools | None)
 
 
 def _decode_sample_tools(text: str) -> SampleTools:
-    with ToolError.instead_of(msgspec.MsgspecError, text="extra_info, tools or tools_kwargs"):
+    with ToolError.instead_of(msgspec.MsgspecError, text="cannot read extra_info, tools or tools_kwargs"):
         return _decoder.decode(text or "{}") or SampleTools()

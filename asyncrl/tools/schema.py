@@ -13,7 +13,7 @@ import msgspec
 from asyncrl.errors import ConfigError
 
 Decode = Callable[[str], dict[str, Any]]
-"""The text of a call's arguments -> keyword arguments. Raises errors for the model to read."""
+"""Converts the text of a call's arguments to keyword arguments. Raises errors for the model to read."""
 
 
 def signature_of(

@@ -110,7 +110,7 @@ def search_remote(
             (hits,) = msgspec.json.decode(answer, type=_SearchAnswer).result
             passages = [read_passage(hit.document) for hit in hits]
         except (*UNDECODABLE, ValueError) as error:
-            problem = f"the retrieval server's answer is not Search-R1's: {one_line(error)}"
+            problem = f"the retrieval server's answer does not follow Search-R1's protocol: {one_line(error)}"
             raise SearchError(problem) from error
 
         return write_reply(passages[:k], max_chars)
@@ -159,7 +159,7 @@ def read_passage(document: Mapping[str, Any]) -> Passage:
     text = next((document[key] for key in TEXT_FIELDS if isinstance(document.get(key), str)), None)
     if text is None:
         fields = ", ".join(map(str, document)) or "none"
-        raise ValueError(f"no {' or '.join(TEXT_FIELDS)}; the fields are: {fields}")
+        raise ValueError(f"the field {' or '.join(TEXT_FIELDS)} is missing; the fields are {fields}")
 
     title = str(document.get("title") or "")
     try:
@@ -167,7 +167,7 @@ def read_passage(document: Mapping[str, Any]) -> Passage:
     except UnicodeEncodeError as error:
         surrogate = ascii(error.object[error.start])
         raise ValueError(
-            f"it has {surrogate}, a lone surrogate (half of a character); correct the text"
+            f"the text contains {surrogate}, a lone surrogate (half of a character); correct the text"
         ) from None
 
     if title:
@@ -276,8 +276,8 @@ def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Cor
             _corpora[index_directory] = corpus
             return corpus
     except OSError as error:
-        problem_text = f"search: cannot store the index of {source} in {index_directory.parent}"
-        raise ConfigError(f"{problem_text} ({one_line(error)}); set cache to a directory") from None
+        problem_text = f"search: cannot store the index for {source} in {index_directory.parent}"
+        raise ConfigError(f"{problem_text} ({one_line(error)}); set cache to another directory") from None
 
 
 def _build_index(path: Path, index_directory: Path, stopwords: str) -> None:

@@ -37,8 +37,8 @@ class SnapshotError(AsyncrlError):
 
 
 _ListedEntry = tuple[bytes, bytes, int, int, bytes, str]
-"""The fields of an entry, with the path as bytes, and the digest of the content if stored as a separate
-file."""
+"""The fields of an entry, with the path as bytes, and the digest of the content if the content is stored
+in a separate file."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[_ListedEntry]).decode
 
@@ -100,7 +100,7 @@ class ToolSnapshots:
     directory_sizes: dict[Path, int]
     max_bytes: int
     _kept_snapshots: list[dict[str, int]] = field(default_factory=list, init=False)
-    """The files of each snapshot, with the bytes of each file."""
+    """The files of each snapshot, with the size of each file in bytes."""
 
     def save_snapshot(self, turn: int, history: str, archive: bytes) -> None:
         """Keep a snapshot of the changes up to a turn, and the snapshot before. SnapshotError: all snapshots

@@ -39,7 +39,7 @@ from asyncrl.values import checked_result, finite_number
 log = logging.getLogger("asyncrl.tools")
 
 RESTORED_NOTE = "\n[files are kept; variables and background processes of earlier calls are lost]"
-"""The end of the first reply of each object after `restore`."""
+"""Text that ends the first reply from each object after `restore`."""
 BEGIN_SECONDS = 90.0  # for shared resources of tools to be ready; a process has 60 s to start
 CLOSE_SECONDS = 5.0  # a session is closed after so long, whatever the tools do
 RETRY_PAUSES = (0.1, 0.3, 1.0, 3.0)  # seconds before a call is tried again; the last pause repeats
@@ -137,7 +137,9 @@ class EpisodeObject:
         reset_call = partial(reset, **reset_arguments(reset, sample))
         text = await call_without_deadline(reset_call, blocking=self._blocking)
         if not isinstance(text, str | None):
-            raise TypeError(f"reset returned a {type(text).__name__}; expected text for the prompt, or None")
+            raise TypeError(
+                f"reset returned a value of type {type(text).__name__}; expected text for the prompt, or None"
+            )
         return bound_reply(text or "")
 
     async def result(self) -> dict[str, Any]:
@@ -159,8 +161,8 @@ class EpisodeObject:
             async with self.call_lock:
                 value = await call_without_deadline(read_result, blocking=self._blocking)
                 if member_name != "result":
-                    value = {"reward": None if value is None else finite_number("it", value)}
-                return checked_result(value, "it")
+                    value = {"reward": None if value is None else finite_number("the reward", value)}
+                return checked_result(value, "the method")
 
         try:
             object_result = await call_user(call_result, self._call_seconds)
@@ -187,7 +189,7 @@ class EpisodeObject:
             await in_thread(partial(self.snapshots.save_snapshot, turn, history, archive), "snapshot")
             self._unsaved_turns = 0
         except Exception as problem:
-            log.info("no snapshot of %s: %s", type(self.state).__name__, reason(problem))
+            log.info("could not take a snapshot of %s: %s", type(self.state).__name__, reason(problem))
 
     async def restore_snapshot(self, histories: Sequence[str]) -> None:
         """Take the newest snapshot of these turns, if present."""
@@ -366,7 +368,9 @@ class ToolSession:
         result_calls = (episode_object.result() for episode_object in self._objects.values())
         for object_result in await asyncio.gather(*result_calls):
             if repeated_names := sorted(joined_results.keys() & object_result.keys()):
-                raise ToolError(f"two tools return {repeated_names[0]!r} as their result; use one of them")
+                raise ToolError(
+                    f"two tools return {repeated_names[0]!r} as their result; use only one of them"
+                )
             joined_results |= object_result
         return joined_results or None
 
@@ -452,7 +456,7 @@ def _refuse_arguments(tool: Tool, call: ToolCall, complaint: str) -> ToolReply:
 
 def unknown_tool(call: ToolCall, known_names: Iterable[str]) -> ToolReply:
     """Return the reply to a call of a tool that does not exist."""
-    error = f"unknown tool {call.name!r}; there are: {join_names(known_names)}"
+    error = f"unknown tool {call.name!r}; available: {join_names(known_names)}"
     return ToolReply(call, f"error: {error}", error, refused=True)
 
 

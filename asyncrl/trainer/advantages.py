@@ -37,7 +37,7 @@ def with_advantages(sample: TrainingSample, recipe: Recipe, traces: Sequence[Tra
     if compares_episodes and advantage_input.own.agents:
         raise ConfigError(
             f"algorithm: advantage {recipe.advantage_name!r} with loss {recipe.loss_name!r} compares whole "
-            "episodes, but agents earned their own rewards; use dr_grpo or rloo with reinforce or ppo"
+            "episodes, but agents earned separate rewards; use dr_grpo or rloo with reinforce or ppo"
         )
 
     token_advantages = by_token(advantage_input, estimator)

@@ -238,7 +238,7 @@ def with_turns(
     match."""
     frame_count = sum(trajectory.frames for trajectory in planned)
     if frame_count != len(frames):
-        raise ProtocolError(f"the plan names {frame_count} turns, but {len(frames)} arrived")
+        raise ProtocolError(f"the plan lists {frame_count} turns, but {len(frames)} arrived")
 
     turns = map(_turn_decoder.decode, frames)
     return [

@@ -175,7 +175,7 @@ def newest_step(checkpoints: Checkpoints, before_step: float = math.inf) -> int:
         if not problem:
             return step
         logger.warning(
-            "checkpoint %s is damaged (%s); falling back to the previous one",
+            "checkpoint %s is damaged (%s); falling back to the previous checkpoint",
             checkpoints.file_path(step),
             problem,
         )
@@ -290,8 +290,8 @@ def write_adapters(checkpoints: Checkpoints, step: int, config: RunConfig, out_d
     }
     if not adapter_tensors:
         raise ConfigError(
-            f"{checkpoints.file_path(step)}: no adapters, because all weights were trained; use --adapters "
-            "merged"
+            f"{checkpoints.file_path(step)}: contains no adapters, because all weights were trained; use "
+            "--adapters merged"
         )
 
     with warnings.catch_warnings():  # loading without other processes is intended

@@ -53,7 +53,7 @@ def shared_checkpoints(config: RunConfig, run_dir: Path, world: World) -> Checkp
         if world.rank == 0:
             checkpoints.put_token(token)
     except OSError as error:
-        checkpoints.write_problem = f"{one_line(error)}; {checkpoints.root} cannot be written to"
+        checkpoints.write_problem = f"cannot write to {checkpoints.root} ({one_line(error)})"
         log.error("%s", checkpoints.write_problem)
         token = ""
 
@@ -69,8 +69,8 @@ def shared_checkpoints(config: RunConfig, run_dir: Path, world: World) -> Checkp
     if blind_ranks:
         raise ConfigError(
             f"checkpoint.directory: {checkpoints.root} is not shared by all trainer ranks "
-            f"({', '.join(blind_ranks)} cannot see what the others write there); set it to a directory that "
-            "all nodes share, or to a URL"
+            f"({', '.join(blind_ranks)} cannot see the files of the other ranks); set a directory that all "
+            "nodes share, or a URL"
         )
 
     return checkpoints
@@ -146,7 +146,7 @@ class Checkpointing:
         is_copied = all(self._world.gather(has_memory, bool))
         if not is_copied:
             log.warning(
-                "not enough memory for a copy of %.1f GB: training waits for the checkpoint",
+                "not enough memory for a copy of %.1f GB, so training waits until the checkpoint is written",
                 self._state_bytes / 1e9,
             )
 
@@ -207,6 +207,6 @@ class Checkpointing:
             try:
                 self.checkpoints.prune_steps(manifest.step, self._config.keep, self.best_step)
             except OSError as error:
-                log.warning("older checkpoints were not deleted: %s", error)
+                log.warning("cannot delete older checkpoints: %s", error)
 
         return ""

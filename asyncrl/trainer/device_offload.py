@@ -94,9 +94,10 @@ class DeviceOffload:
         ]
         storage_sizes = [storage.nbytes() for storage in moved_storages]
         error_text = (
-            f"engine.colocated: {sum(storage_sizes) / 1e9:.2f} GB of a trainer rank do not fit in main memory"
+            f"engine.colocated: a trainer rank's {sum(storage_sizes) / 1e9:.2f} GB do not fit into main "
+            "memory"
         )
-        advice = "free memory there, set model.lora_rank, or set engine.colocated=0"
+        advice = "free some main memory, set model.lora_rank, or set engine.colocated=0"
         with ConfigError.instead_of(MemoryError, RuntimeError, text=error_text, advice=advice):
             storage_parts = list(
                 zip(moved_storages, self._host_memory(sum(storage_sizes)).split(storage_sizes), strict=True)
@@ -134,7 +135,7 @@ class PageLockedMemory:
         needed_bytes = sum(self._world.gather(missing_bytes, int))  # all ranks are on this machine
         if needed_bytes > free_bytes:
             raise MemoryError(
-                f"the ranks here need {needed_bytes / 1e9:.2f} GB more main memory, "
+                f"the ranks on this machine need {needed_bytes / 1e9:.2f} GB more main memory, "
                 f"but only {free_bytes / 1e9:.2f} GB is free"
             )
 
@@ -154,7 +155,7 @@ def unlinked_file(directory: Path, size: int) -> Tensor:
             file_path = f"/proc/self/fd/{file.fileno()}"
             return torch.from_file(file_path, shared=True, size=size, dtype=torch.uint8)
     except OSError as error:
-        log.warning("offloaded to main memory, because a file cannot be used: %s", one_line(error))
+        log.warning("offloading to anonymous memory, because no file can be used: %s", one_line(error))
         return torch.empty(size, dtype=torch.uint8)
 
 

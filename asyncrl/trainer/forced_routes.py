@@ -90,8 +90,8 @@ class _ForcedTopK(TorchFunctionMode):
 
         if selection[1].shape != self._experts.shape:
             raise ConfigError(
-                f"trainer.router_replay: a router's selection has the shape {tuple(selection[1].shape)}, "
-                f"but the recorded selection has {tuple(self._experts.shape)}; set "
+                f"trainer.router_replay: a router's selection has shape {tuple(selection[1].shape)}, "
+                f"but the recorded selection has shape {tuple(self._experts.shape)}; set "
                 "trainer.router_replay=false"
             )
 

@@ -149,7 +149,7 @@ def sharing_problem(model: PreTrainedModel) -> str:
     for name, layer in named_layers(model).items():
         if has_state(layer):
             described_layer = f"{name} ({type(layer).__name__})"
-            return f"has layers that carry a state, and ranks cannot share their rows: {described_layer}"
+            return f"has layers that carry a state, whose rows cannot be shared by ranks: {described_layer}"
     return ""
 
 
@@ -194,7 +194,7 @@ def describe_layer_difference(root: nn.Module, sequences: Sequence[np.ndarray], 
         )
 
         name = call_key[0]
-        effect = "mixes rows" if is_mixed else "computes rows differently together than one by one"
+        effect = "mixes rows" if is_mixed else "computes rows in one batch differently from single rows"
         return f"{name} ({type(layers[name]).__name__}) {effect}"
 
     return ""

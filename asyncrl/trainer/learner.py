@@ -238,8 +238,8 @@ class Learner:
 
         if metrics.get("trainer/replayed_share") == 0:
             logger.warning(
-                "trainer.router_replay: the servers returned no routed experts that fit the model, so none "
-                "were replayed; start the servers (engine.urls) with model.path"
+                "trainer.router_replay: the servers returned no routed experts that fit the model, so no "
+                "routes were replayed; start the servers (engine.urls) with model.path"
             )
 
         if self.config.trainer.compile:

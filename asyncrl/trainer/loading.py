@@ -64,7 +64,9 @@ def read_model(role: ModelRole, path: str, dtype: str, world: World, key: str) -
     """Read a directory for a role. ConfigError names the key of the path."""
     transformers_logging.disable_progress_bar()  # ranks share a terminal with a live view
 
-    with ConfigError.instead_of(OSError, ValueError, SafetensorError, text=f"{key} {path!r}: cannot load it"):
+    with ConfigError.instead_of(
+        OSError, ValueError, SafetensorError, text=f"{key} {path!r}: cannot be loaded"
+    ):
         model = model_without_weights(role, path, dtype)
         freeze_parts(model)
         file_tensors = stored_tensors(path)
@@ -74,8 +76,7 @@ def read_model(role: ModelRole, path: str, dtype: str, world: World, key: str) -
         filled_model = None
         if not is_sliced and world.rank == 0:
             logger.warning(
-                "%s: its files do not store the weights in the layout of the model, so rank 0 reads all of "
-                "them",
+                "%s: its files do not store the weights in the model's layout, so rank 0 reads all weights",
                 path,
             )
             filled_model = load_pretrained(role, path, f"{key} {path}", dtype=master_dtype(dtype))
@@ -146,7 +147,7 @@ def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offl
     wider_dtypes = sorted(file_dtypes & {"F64", "F32", "F16"})
     if world.rank == 0 and frozen and wider_dtypes and source.dtype == "bfloat16":
         logger.info(
-            "%s: has tensors in %s; frozen weights are rounded to bfloat16 for the forward passes",
+            "%s: stores tensors as %s; frozen weights are rounded to bfloat16 for the forward passes",
             source.error_label,
             ", ".join(wider_dtypes),
         )

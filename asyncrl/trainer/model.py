@@ -359,18 +359,18 @@ def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference
         reference.vocabulary > policy.vocabulary and config.kl.diverges and not config.kl.top_k
     ):
         advice = (
-            "set kl.top_k if the reference's vocabulary is only padded further, else use a reference with "
-            "the policy's tokenizer"
+            "set kl.top_k if the reference's vocabulary only has more padding; otherwise, use a reference "
+            "with the policy's tokenizer"
         )
         if is_smaller:
             advice = (
-                f"ids from {reference.vocabulary} onward can also be sampled; save the reference after "
+                f"token IDs from {reference.vocabulary} onward can also be sampled; save the reference after "
                 f"resize_token_embeddings({policy.vocabulary})"
             )
 
         raise ConfigError(
-            f"kl.reference: {path} has a vocabulary of {reference.vocabulary}, "
-            f"but the policy has {policy.vocabulary}; {advice}"
+            f"kl.reference: {path} has a vocabulary of {reference.vocabulary} tokens, "
+            f"but the policy's has {policy.vocabulary}; {advice}"
         )
 
     return Reference(reference)

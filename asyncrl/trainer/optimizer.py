@@ -68,7 +68,7 @@ def make_optimizer(model: nn.Module, trainer: TrainerConfig, *, lr: float) -> Op
     except (RuntimeError, ValueError) as error:
         if lacks_memory(error):
             raise
-        raise ConfigError(f"trainer.optimizer cannot step on sharded weights: {one_line(error)}") from error
+        raise ConfigError(f"trainer.optimizer: cannot update sharded weights ({one_line(error)})") from error
 
     optimizer.zero_grad()
     for group, group_settings in zip(optimizer.param_groups, configured_settings, strict=True):

@@ -50,7 +50,10 @@ def packing_for(
 
         if problem:
             logger.warning(
-                "trainer.packing: padded instead of %s: %s %s", wanted_packing, model_class, problem
+                "trainer.packing: using padded instead of %s, because %s %s",
+                wanted_packing,
+                model_class,
+                problem,
             )
             return "padded"
 

@@ -170,7 +170,7 @@ class Publishing:
     def unwritten_reason(self) -> str:
         """Says why the newest version is not written yet, on a full disk; else ''."""
         full_disk = self._publisher.full_error if self._publisher is not None else ""
-        return full_disk and f"cannot write the weights; free some space: {full_disk}"
+        return full_disk and f"cannot write the weights ({full_disk}); free some space"
 
     def drain(self) -> None:
         """Write the published versions before this rank ends. Called on all ranks."""

@@ -237,7 +237,7 @@ class TrainerRank:
         step = self.learner.step + 1
         planned_work = list[tuple[trainer.PlannedTrajectory, list[Turn]]]()
 
-        offload_note = ", offloaded while engines sample" if self.device_offload.is_offloaded else ""
+        offload_note = " (offloaded while engines sample)" if self.device_offload.is_offloaded else ""
         with self._waiting("wait_devices" if offload_note else "wait_data"):
             request = trainer.PlanRequest(
                 self.trainer_epoch, step, part_index, self.device_offload.is_offloaded
@@ -273,7 +273,9 @@ class TrainerRank:
         """Report the checkpoint again until Stop comes: a restarted coordinator does not know the checkpoint
         yet."""
         with self._waiting("wait_stop"):
-            self.client.request(self._checkpointed_message(), "the coordinator's stop", is_patient=True)
+            self.client.request(
+                self._checkpointed_message(), "the coordinator's stop message", is_patient=True
+            )
         raise AssertionError("unreachable: only Stop ends this wait")
 
     def _checkpointed_message(self) -> shared.WireMessage:
@@ -372,9 +374,7 @@ class TrainerRank:
         """Send heartbeats, with the bytes written so far, until the checkpoint under way has ended."""
         while self.checkpointing.is_writing:
             written_megabytes = self.checkpointing.checkpoints.written_bytes / 1e6
-            self.client.waiting_for = (
-                f"a checkpoint is being written, {written_megabytes:,.0f} MB since the start"
-            )
+            self.client.waiting_for = f"a checkpoint is being written ({written_megabytes:,.0f} MB so far)"
             self._report_saved()
             self.client.wait_for(SAVE_POLL_SECONDS)
         self.client.waiting_for = ""

@@ -159,8 +159,8 @@ def _restored_output(inputs: Sequence[Tensor], replacement: Any) -> Any:
 
     if replacement.tensor._version != replacement.version:
         raise RuntimeError(
-            "the model changes the output of attention in place, so it cannot be kept for the backward "
-            "pass; set trainer.activation_checkpointing=none"
+            "the model changes the output of attention in place, so this output cannot be kept for the "
+            "backward pass; set trainer.activation_checkpointing=none"
         )
 
     return replacement.tensor

@@ -65,9 +65,9 @@ def start_step(reader: RunReader, checkpoints: Checkpoints, step: int) -> int:
     }
     start_of_end = {end: start for start, end in sorted(end_of_start.items(), reverse=True) if end > start}
     spans = [f"{start + 1} to {end}" for end, start in sorted(start_of_end.items())]
-    reason = "a replay needs an earlier checkpoint, and the plans and turns of all batches since"
+    reason = "a replay needs an earlier checkpoint, and the plans and turns of all batches since then"
     if reader.plan_hash(step) is None:
-        reason = "no such step was committed"
+        reason = "this step was not committed"
     raise ConfigError(
         f"step {step} cannot be replayed: {reason}; replayable steps: {', '.join(spans) or 'none'} (depends "
         "on store.keep_bytes, checkpoint.keep and checkpoint.every)"

@@ -395,7 +395,8 @@ class SplitModel:
             self._head.forward = self._run_head  # type: ignore[method-assign, assignment]
         elif fp32_head:
             raise ConfigError(
-                "model.fp32_head: this model's output layer is not a plain linear layer; set it to false"
+                "model.fp32_head: this model's output layer is not a plain linear layer; set "
+                "model.fp32_head=false"
             )
 
     def split(self, tokens: Selected) -> HeadInput:

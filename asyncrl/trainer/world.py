@@ -194,8 +194,8 @@ class World:
 
         if differing_ranks:
             raise ProtocolError(
-                "trainer ranks that share a micro-batch were given different ones: "
-                f"{len(differing_ranks)} of {self.size} ranks differ; the first is rank {differing_ranks[0]}"
+                "trainer ranks that share a micro-batch received different micro-batches "
+                f"({len(differing_ranks)} of {self.size} ranks, the first is rank {differing_ranks[0]})"
             )
 
     def _gather_bytes(self, own_bytes: bytes) -> list[bytearray]:
@@ -204,9 +204,8 @@ class World:
         longest = max(lengths)
         if longest > MAX_BYTES:
             raise ProtocolError(
-                f"trainer ranks exchange values of {lengths} bytes, but the limit is {MAX_BYTES}: the "
-                "batch is too large for what its recipe compares across ranks; use a smaller batch or more "
-                "ranks"
+                f"trainer ranks exchange values of {lengths} bytes, but the limit is {MAX_BYTES}: "
+                "the recipe compares too much of the batch across ranks; use a smaller batch or more ranks"
             )
 
         gathered = [bytearray() for _ in lengths]
@@ -290,9 +289,7 @@ class RankZeroBroadcast:
 
 def _listener(host: str) -> socket.socket:
     """Return a socket on this machine's address of that name alone, and a free port."""
-    with ConfigError.instead_of(
-        OSError, text=f"trainer rank 0 cannot listen on {host}, the address of its node"
-    ):
+    with ConfigError.instead_of(OSError, text=f"trainer rank 0 cannot listen on {host}, its node's address"):
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family)
 

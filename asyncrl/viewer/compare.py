@@ -94,15 +94,17 @@ def compare(runs: Sequence[Path], steps: Sequence[int | None]) -> dict[str, Any]
     ]
     warnings: list[str] = []
     if differing_keys:
-        warnings.append(f"Scores are not comparable: configurations differ in {', '.join(differing_keys)}")
+        warnings.append(
+            f"The scores are not comparable: the configurations differ in {', '.join(differing_keys)}"
+        )
 
     question_count = len(first_answers.keys() | second_answers.keys())
     if unshared_count := question_count - sum(map(len, shared_pairs.values())):
-        warnings.append(f"{unshared_count} questions are not the same in both validations and are left out")
+        warnings.append(f"Questions that differ between the validations (left out): {unshared_count}")
 
     warnings += [
-        f"{side.failed_episodes} episodes of step {side.step} failed or did not finish in time, "
-        "and count as wrong"
+        f"Episodes of step {side.step} that failed or did not finish in time (counted as wrong): "
+        f"{side.failed_episodes}"
         for side in sides
         if side.failed_episodes
     ]

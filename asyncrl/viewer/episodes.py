@@ -128,7 +128,7 @@ def transcript(
                 name: token_tensor.tolist() for name, token_tensor in named_parts if token_tensor is not None
             }
             no_advantage = (
-                "" if "advantages" in token_values else "they depend on values that a model computes"
+                "" if "advantages" in token_values else "the algorithm needs values that a model computes"
             )
         except (AsyncrlError, ValueError) as error:
             no_advantage = one_line(error)
@@ -159,7 +159,7 @@ def _missing_advantage_reason(config: RunConfig, reader: RunReader, episode: Epi
     """Return why an episode has no advantages; '' if there are some. A viewer runs no code of users."""
     advantage_name, _ = name_and_options(config.algorithm.advantage)
     if episode.uid.startswith(UID_START):
-        return "held-out episodes are not trained"
+        return "held-out episodes are not used for training"
     if not episode.stats.turns:
         return "the episode has not finished"
 

@@ -83,7 +83,7 @@ class LaneReader:
         if step is not None:
             if step not in (step_ends := dict(steps)):  # a repeated step counts where it ended last
                 last_step = max(step_ends, default="none")
-                raise ConfigError(f"lanes: step {step} is not in the timeline; the last one is {last_step}")
+                raise ConfigError(f"lanes: step {step} is not in the timeline (last step: {last_step})")
             until = step_ends[step]
             since = max((end for _, end in steps if end < until), default=0.0)
 

@@ -138,7 +138,7 @@ def run_marks(run_dir: Path, columns: MetricColumns) -> list[dict[str, Any]]:
     counted = columns.steps_having(LOST_METRICS[0])
     counts = np.sum([np.nan_to_num(columns.values(name)[counted]) for name in LOST_METRICS], axis=0)
     new_losses = zip(counted.tolist(), np.diff(counts, prepend=0.0).tolist(), strict=True)
-    loss_text = "{:.0f} attempts lost with a worker".format
+    loss_text = "attempts lost with a worker: {:.0f}".format
     marks += [(steps[row_index], "lost", loss_text(count)) for row_index, count in new_losses if count > 0]
 
     keys = dict[str, Any]()

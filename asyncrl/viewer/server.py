@@ -64,7 +64,7 @@ class ViewServer:
         that points here; only with the token."""
         token, _, view_path = request.path.removeprefix("/").partition("/")
         if request.method != "GET":
-            return _error(405, "only GET is allowed")
+            return _error(405, "only GET requests are allowed")
         if request.headers.get("Host", "") not in self._hosts:
             return _error(403, "unknown Host")
         if not secrets.compare_digest(token.encode(), self._token.encode()):
@@ -74,7 +74,7 @@ class ViewServer:
 
         view_name = view_path.removeprefix("api/")
         if view_name == view_path or view_name not in self._view_threads:
-            return _error(404, f"no view {view_name!r}")
+            return _error(404, f"unknown view {view_name!r}")
 
         try:
             answer_call = partial(self._views.answer, view_name, dict(request.query))

@@ -148,7 +148,7 @@ class Views:
             config = _run_config(path, reader.episode(uid).step)
             uid_condition = msgspec.json.encode([("uid", "=", uid)]).decode()
             if not (episode_rows := listing.episode_page(reader, Listing.of(uid_condition, "", "", ""))):
-                raise ConfigError(f"episode {uid}: listed once its validation finishes")
+                raise ConfigError(f"episode {uid}: not listed until the validation has finished")
             return transcript(path, config, reader, episode_rows[0], self._load_decoder(config.model.path))
 
     def _lanes(self, query: Query) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class Views:
     def _run_path(self, query: Query) -> Path:
         path_by_number = {str(number): run for number, run in enumerate(self._runs)}
         if (number := query.get("run", "0")) not in path_by_number:
-            raise ConfigError(f"run={number[:9]}: there are {len(path_by_number)} runs, counted from 0")
+            raise ConfigError(f"run={number[:9]}: use a number from 0 to {len(path_by_number) - 1}")
         return path_by_number[number]
 
 
@@ -185,7 +185,7 @@ def _run_config(run_dir: Path, step: int = 0) -> RunConfig:
 
 def _query_number(query: Query, key: str, kind: Any = float) -> Any:
     """Return a number of a query, or None."""
-    with ConfigError.instead_of(msgspec.DecodeError, text=f"{key}={query.get(key)}: give a number"):
+    with ConfigError.instead_of(msgspec.DecodeError, text=f"{key}={query.get(key)}: expected a number"):
         return msgspec.json.decode(query[key], type=kind) if key in query else None
 
 

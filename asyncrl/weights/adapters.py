@@ -53,7 +53,9 @@ class Adapters:
         self.select_adapters(None)
         self._adapted_layers = linear_layers(model, kinds)
         if not self._adapted_layers:
-            raise ConfigError("model.lora_rank: this model has no linear layers to adapt; set it to 0")
+            raise ConfigError(
+                "model.lora_rank: this model has no linear layers to adapt; set model.lora_rank=0"
+            )
 
         model.requires_grad_(False)
         for layer in self._adapted_layers.values():

@@ -44,12 +44,12 @@ NAMES_SHOWN = 3
 
 # Parts of names that wrappers of a model add, and what to save instead.
 WRAPPERS = {
-    "_orig_mod.": "it was saved from a model compiled with torch.compile; save model._orig_mod",
-    "_fsdp_wrapped_module.": "it was saved from inside FSDP; save its full state dict",
-    "_checkpoint_wrapped_module.": "it was saved inside activation checkpointing; save the plain model",
-    "base_model.model.": "it was saved from a PEFT model; save model.merge_and_unload()",
-    "base_layer.": "it was saved with adapters that are not merged; save model.merge_and_unload()",
-    "module.": "it was saved from a wrapper, such as DistributedDataParallel; save model.module",
+    "_orig_mod.": "the model was saved after torch.compile; save model._orig_mod",
+    "_fsdp_wrapped_module.": "the model was saved inside FSDP; save the full state dict",
+    "_checkpoint_wrapped_module.": "the model was saved inside a checkpointing wrapper; save the plain model",
+    "base_model.model.": "the model was saved as a PEFT model; save model.merge_and_unload()",
+    "base_layer.": "the model was saved with unmerged adapters; save model.merge_and_unload()",
+    "module.": "the model was saved inside a wrapper, such as DistributedDataParallel; save model.module",
 }
 _HEAD = re.compile(r"^(lm_head|embed_out|score|classifier|v_head|value_head)\.")
 _DRAFT = re.compile(r"(^|[._])(mtp|nextn|eagle|medusa)")
@@ -100,9 +100,9 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         if self.unexpected_bytes > MAX_UNEXPECTED * self.total_bytes:
             percent = 100 * self.unexpected_bytes / self.total_bytes
             return (
-                f"its files have {_describe_names(self.unexpected)} that {self.model_class} does not use, "
-                f"{percent:.0f}% of their bytes: config.json belongs to another model; correct it, or "
-                "download the model again"
+                f"its files have {_describe_names(self.unexpected)} that {self.model_class} does not use "
+                f"({percent:.0f}% of the bytes), so config.json belongs to another model; correct "
+                "config.json, or download the model again"
             )
 
         return ""
@@ -115,8 +115,8 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
         if self.parts.passed_on:
             return (
                 f"its files have {_describe_names([*self.parts.passed_on])} that {self.model_class} does not "
-                "use: they are not trained, and exports contain them unchanged (MTP layers become stale, "
-                "because they were trained with the old weights)"
+                "use: unused tensors are not trained, and exports contain these tensors unchanged (MTP "
+                "layers become stale, because they were trained with the old weights)"
             )
         return ""
 
@@ -129,7 +129,9 @@ class CheckpointMatch(msgspec.Struct, frozen=True):
                 return f"names in the files contain {wrapper!r}: {cause}"
 
         if any(_ADAPTER.search(name) for name in self.unexpected):
-            return "these are weights of an adapter (LoRA); use its base model, or merge the adapter first"
+            return (
+                "the files contain a LoRA adapter; use the adapter's base model, or merge the adapter first"
+            )
 
         for name in self.missing[:NAMES_SHOWN]:  # a model may have ten thousand tensors
             for file_name in self.unexpected:
@@ -172,7 +174,7 @@ def compare_checkpoint(path: str, label: str, role: ModelRole) -> CheckpointMatc
     """
     tensors = stored_tensors(path)
     if not tensors:
-        return CheckpointMatch(not_compared="it has no safetensors files")
+        return CheckpointMatch(not_compared="the directory has no safetensors files")
 
     model_config = read_json(Path(path) / "config.json")
     tensor_table = sorted((name, *tensor[:3]) for name, tensor in tensors.items())
@@ -286,13 +288,14 @@ def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTe
     except Exception as error:
         reason, _, _ = one_line(error).partition(" Model type should be one of")
         text = f"{label}: transformers cannot build the model ({reason})"
-        advice = "correct config.json, or install a version of transformers that supports it"
+        advice = "correct config.json, or install a version of transformers that supports this model"
         raise UnknownModelError(f"{text}; {advice}") from error
 
     if reach_problem := empty_reach(config.get_text_config()):
         raise ConfigError(
-            f"{label}: config.json: {reach_problem}, so no token would see a key; set it to the number of "
-            "tokens that the model was trained with, or to null if it was trained without this limit"
+            f"{label}: config.json: {reach_problem}, so no token would see a key; set this value to the "
+            "number of tokens that the model was trained with, or to null if it was trained without this "
+            "limit"
         )
 
     model_class = type(model).__name__

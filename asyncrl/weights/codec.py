@@ -61,7 +61,7 @@ def apply_changes(target: np.ndarray, piece: bytes, item_bytes: int) -> None:
         for words, block in zip(_split_blocks(target, item_bytes), blocks, strict=True):
             _apply_block(words, block)
     except (*UNDECODABLE, zstandard.ZstdError, ValueError, IndexError) as error:
-        raise WeightsError(f"a damaged delta ({error})") from error
+        raise WeightsError(f"the delta is damaged ({error})") from error
 
 
 def _split_blocks(data: np.ndarray, item_bytes: int) -> Iterator[np.ndarray]:
@@ -118,5 +118,5 @@ def _compress(data: bytes) -> bytes:
 
 def _decompress(data: bytes, size: int) -> np.ndarray:
     if zstandard.frame_content_size(data) != size:
-        raise ValueError(f"a frame does not hold {size} bytes")
+        raise ValueError(f"a frame does not contain {size} bytes")
     return np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.uint8)

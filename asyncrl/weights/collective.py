@@ -168,7 +168,7 @@ class EngineConnection:
                     request = messages.receive_question(self._socket, messages.VersionRequest, idle_deadline)
                 except TimeoutError:
                     log.info(
-                        "weights: disconnecting %s, which has not asked for anything for a long time",
+                        "weights: disconnecting %s, which has not requested anything for a long time",
                         self._engine,
                     )
                     return
@@ -291,7 +291,7 @@ class EngineConnection:
         """Wait until the engine has `bucket_count` buckets, the last of them sent by `last_broadcast`."""
         asked_bucket = messages.receive_question(self._socket, messages.BucketRequest, deadline).bucket
         if asked_bucket != bucket_count:
-            raise ProtocolError(f"asked for bucket {asked_bucket} when {bucket_count} were sent")
+            raise ProtocolError(f"the engine requested bucket {asked_bucket}, but {bucket_count} were sent")
         if last_broadcast is not None:
             last_broadcast.result(messages.seconds_left(deadline))
 

@@ -101,7 +101,7 @@ def receive_question(connection: socket.socket, kind: type[T], deadline: float) 
     size = _checked_size(_read_exactly(connection, _LENGTH.size, deadline), MAX_QUESTION_BYTES)
     question = _decode_message(_read_exactly(connection, size, deadline), _question_decoder)
     if not isinstance(question, kind):
-        raise ProtocolError(f"weights: got {type(question).__name__}, expected {kind.__name__}")
+        raise ProtocolError(f"weights: expected {kind.__name__}, received {type(question).__name__}")
     return question
 
 
@@ -130,7 +130,7 @@ def _frame_message(message: msgspec.Struct) -> bytes:
 def _checked_size(header: bytes, limit: int) -> int:
     size: int = _LENGTH.unpack(header)[0]
     if size > limit:
-        raise ProtocolError(f"weights: a message of {size} bytes; the limit is {limit}")
+        raise ProtocolError(f"weights: a message has {size} bytes, but the limit is {limit}")
     return size
 
 

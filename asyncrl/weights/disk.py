@@ -90,7 +90,7 @@ def read_manifest(ref: WeightsRef) -> Manifest:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
 
     if manifest.version != ref.version:
-        raise WeightsError(f"weights {ref.path}: expected {ref.label}; found {manifest.version.label}")
+        raise WeightsError(f"weights {ref.path}: expected {ref.label}, found {manifest.version.label}")
     if manifest.checksum != overall_checksum(manifest.tensors):
         raise WeightsError(f"weights {ref.path}: {MANIFEST} does not match its own checksum")
 
@@ -147,9 +147,7 @@ def lineage_of(ref: WeightsRef) -> Iterator[tuple[WeightsRef, Manifest]]:
         base_ref = ref_to(Path(ref.path).parent, delta.version)
         manifest = read_manifest(base_ref)
         if base_ref.version >= ref.version or manifest.checksum != delta.checksum:
-            raise WeightsError(
-                f"weights {ref.path}: {base_ref.path} is not the version that this one builds upon"
-            )
+            raise WeightsError(f"weights {ref.path}: {base_ref.path} is not the base version of {ref.label}")
         yield base_ref, manifest
         ref = base_ref
 
@@ -269,7 +267,9 @@ def weights_directory(setting: str, run_dir: Path, run_name: str, needed_bytes: 
     unique_name = unique_run_name(run_dir, run_name)
     if setting not in ("auto", "shm"):
         if not Path(setting).is_absolute():
-            raise ConfigError(f"weights.directory: {setting!r} is not auto, shm, run or an absolute path")
+            raise ConfigError(
+                f"weights.directory: {setting!r} is invalid; use auto, shm, run or an absolute path"
+            )
         return Path(setting) / unique_name
 
     shared_directory = SHARED_MEMORY / f"asyncrl-{unique_name}"

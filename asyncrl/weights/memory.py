@@ -72,7 +72,7 @@ def allocate_page_locked(size: int) -> torch.Tensor:
         unlock_finalizer.atexit = False  # CUDA may have ended, and the process gives everything back
     else:
         log.warning(
-            "%.2f GB of main memory cannot be pinned: copies to and from a GPU are slower", size / 1e9
+            "%.2f GB of main memory cannot be pinned, so copies to and from a GPU are slower", size / 1e9
         )
         _clear_cuda_error()
 

@@ -119,11 +119,11 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
         data_ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
         expected_size = 8 + header_length + max(data_ends, default=0)
         if size != expected_size:
-            raise ValueError(f"it has {size:,} bytes, but its header describes {expected_size:,}")
+            raise ValueError(f"the file has {size:,} bytes, but its header describes {expected_size:,}")
         return header, 8 + header_length
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(
-            f"{file}: not readable as safetensors ({error}); download or save it again"
+            f"{file}: not readable as safetensors ({error}); download or save the file again"
         ) from None
 
 
@@ -169,11 +169,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path}: missing; a model directory needs it") from None
+        raise ConfigError(f"{path}: missing; a model directory needs this file") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable as JSON ({error}); write it again") from None
+        raise ConfigError(f"{path}: not readable as JSON ({error}); correct the file") from None
 
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: not a JSON object; write it again")
+        raise ConfigError(f"{path}: not a JSON object; correct the file")
 
     return value

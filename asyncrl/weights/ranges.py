@@ -125,7 +125,7 @@ def map_file(path: Path, layout: Layout, mode: Literal["c", "r+"]) -> Arrays:
     size = len(expected_header) + sum(spec.nbytes for spec in layout)
     if data[: len(expected_header)].tobytes() != expected_header or data.size != size:
         problem = f"{path.name} and its manifest name different tensors"
-        raise WeightsError(f"weights {path.parent}: {problem}, or it is truncated")
+        raise WeightsError(f"weights {path.parent}: {problem}, or the file is truncated")
 
     offsets = dict(tensor_offsets(layout))
     return {spec.name: data[offsets[spec.name] :][: spec.nbytes] for spec in layout}

@@ -123,7 +123,7 @@ class Listeners:
 
         if is_deaf != bool(self.shortage):
             shortage_text = (
-                f"new connections have to wait: {spare_descriptors} of {open_limit} open files are reserved; "
+                f"new connections must wait: {spare_descriptors} of {open_limit} open files are reserved; "
                 "raise ulimit -n"
             )
             self.shortage = [shortage_text] if is_deaf else []
@@ -146,7 +146,7 @@ def free_ports(host: str, port: int, count: int) -> list[int]:
             except OSError as error:
                 raise ConfigError(
                     f"launch.host={host} launch.port={port}: cannot bind ({error.strerror}); "
-                    "stop the process that uses it, or set launch.port=0 for a free port"
+                    "stop the process that uses the port, or set launch.port=0 for a free port"
                 ) from None
 
         return [probe_socket.getsockname()[1] for probe_socket in probe_sockets]

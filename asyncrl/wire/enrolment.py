@@ -47,7 +47,7 @@ def read_token(token: str | bytes) -> Endpoints:
         if not endpoints.control.startswith("tcp://") or key_lengths != {KEY_LENGTH}:
             raise ValueError
     except (*UNDECODABLE, ValueError, KeyError):
-        raise ConfigError("this is not a valid token for a run; copy the whole token") from None
+        raise ConfigError("this is not a valid token for a run; copy the complete token") from None
 
     return endpoints
 
@@ -63,8 +63,8 @@ def enrol(token: str, seconds: float = 30.0) -> tuple[Endpoints, Enrolled]:
     while (enrolled := _request_enrolment(token_endpoints, request, started_at + seconds)) is None:
         if time.monotonic() > started_at + TOKEN_KNOWN_SECONDS:
             raise ConfigError(
-                f"the coordinator at {token_endpoints.control} rejects this token: it was used, has expired, "
-                "or belongs to another launch; get a new one"
+                f"the coordinator at {token_endpoints.control} rejects this token, which was used, has "
+                "expired, or belongs to another launch; get a new token"
             )
         time.sleep(RETRY_SECONDS)
 
@@ -81,7 +81,9 @@ def _request_enrolment(token_endpoints: Endpoints, message: Enrol, deadline: flo
             link.send(message)
         while not link.refused:
             if time.monotonic() > deadline:
-                raise ConfigError(f"no answer from {token_endpoints.control}: is the run still active?")
+                raise ConfigError(
+                    f"no answer from {token_endpoints.control}; check that the run is still active"
+                )
             if (received := link.receive(RETRY_SECONDS)) is not None:
                 return cast(Enrolled, received[0])
     finally:

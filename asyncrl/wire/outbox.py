@@ -85,8 +85,8 @@ class Outbox:
         record_bytes = _RECORD_OVERHEAD + sum(map(len, frames))
         if record_bytes > self._max_record_bytes:
             raise ProtocolError(
-                f"a {type(record).__name__} has {record_bytes} bytes, but at most {self._max_record_bytes} "
-                "can be sent"
+                f"a record of type {type(record).__name__} has {record_bytes} bytes, but at most "
+                f"{self._max_record_bytes} bytes can be sent"
             )
 
         while self.is_full:
@@ -132,7 +132,7 @@ class Outbox:
         is_overdue = self._next_index > 0 and self._clock() - self._progress_at > self._resend_after
         if is_overdue and not self.is_paused:
             log.warning(
-                "no ack for record %d in %.0f s: sending again", self.acked_seq + 1, self._resend_after
+                "no ack for record %d within %.0f s; sending it again", self.acked_seq + 1, self._resend_after
             )
             self._resend_after = min(2 * self._resend_after, MAX_RESEND_SECONDS)
             self.send_again()

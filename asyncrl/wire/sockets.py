@@ -188,7 +188,7 @@ class Gate:
         this key."""
         role = self.role_by_key.get(key)
         if role is None or role_of(peer) != role or (role == TOKEN and peer != identity(TOKEN, 0, key)):
-            raise ProtocolError(f"its key belongs to {'no role' if role is None else f'the role {role!r}'}")
+            raise ProtocolError(f"its key has {'no role' if role is None else f'the role {role!r}'}")
         return role
 
     def close(self) -> None:
@@ -248,12 +248,12 @@ class Hub:
                 peer.decode()  # identities are text, which handlers use as a name
                 role = self._gate.role_of_key(peer, str(identity_frame.get("User-Id")))
                 if role not in self._codecs:
-                    raise ProtocolError(f"{role!r} sends nothing on this channel")
+                    raise ProtocolError(f"the role {role!r} must not send on this channel")
                 return peer, *self._codecs[role].decode(parts)
             except (ProtocolError, UnicodeDecodeError) as error:
                 self.refused_count += 1
                 if _is_power_of_two(self.refused_count):
-                    log.warning("message %d dropped, from %r: %s", self.refused_count, peer, error)
+                    log.warning("dropped message %d from %r: %s", self.refused_count, peer, error)
 
         return None
 
@@ -384,7 +384,9 @@ class AsyncLink:
 
 
 def _send_timeout(message: WireMessage) -> DeadlineError:
-    return DeadlineError(f"the coordinator accepted no {type(message).__name__} for {SEND_DEADLINE:g} s")
+    return DeadlineError(
+        f"the coordinator has accepted no {type(message).__name__} message for {SEND_DEADLINE:g} s"
+    )
 
 
 def flush_sockets() -> None:
@@ -397,7 +399,8 @@ def flush_sockets() -> None:
 def _check_size(parts: Sequence[bytes]) -> None:
     if (message_bytes := sum(map(len, parts))) > MAX_BYTES:
         raise ProtocolError(
-            f"a message has {message_bytes} bytes in {len(parts)} frames, but at most {MAX_BYTES} can be sent"
+            f"a message has {message_bytes} bytes in {len(parts)} frames, but at most {MAX_BYTES} bytes "
+            "can be sent"
         )
 
 

@@ -196,11 +196,11 @@ def test_a_world_may_want_one_thread(slow: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"id": "FrozenLake-v7"}, "no environment 'FrozenLake-v7'"),
+        ({"id": "FrozenLake-v7"}, "unknown environment 'FrozenLake-v7'"),
         ({"id": "no_such_module:Game-v0"}, "no environment"),
-        ({"id": "Blackjack-v1", "show": "text"}, "renders no text"),
-        ({"id": "FrozenLake-v1", "arguments": "[1]"}, "are not a JSON object"),
-        ({"id": "FrozenLake-v1", "arguments": "{"}, "are not JSON"),
+        ({"id": "Blackjack-v1", "show": "text"}, "cannot render text"),
+        ({"id": "FrozenLake-v1", "arguments": "[1]"}, "must be a JSON object"),
+        ({"id": "FrozenLake-v1", "arguments": "{"}, "must be a JSON object"),
         ({"id": "FrozenLake-v1", "describe": "nothing:here"}, "cannot import"),
     ],
 )

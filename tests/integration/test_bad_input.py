@@ -89,10 +89,14 @@ CASES: dict[str, tuple[Callable[[Given], object], str, str]] = {
     "unwritable run directory": (lambda given: given.runs.write_text("a file"), "", "run_dir"),
     "no model": (no_run, "model.path=nowhere", "nowhere"),
     "raising reward": (raising_reward, "", "import fails"),
-    "less than a batch": (no_run, "buffer.groups_per_batch=5", "4 samples"),
-    "no Ray cluster": (no_run, "launch.ray_address=auto", "launch.ray_address 'auto': no Ray cluster"),
-    "nobody at the Ray address": (no_run, "launch.ray_address='127.0.0.1:9'", "ray_address '127.0.0.1:9'"),
-    "no Ray address": (no_run, "launch.ray_address=nonsense", "launch.ray_address 'nonsense'"),
+    "less than a batch": (no_run, "buffer.groups_per_batch=5", "too few samples (4)"),
+    "no Ray cluster": (
+        no_run,
+        "launch.ray_address=auto",
+        "launch.ray_address: cannot connect to a Ray cluster at 'auto'",
+    ),
+    "nobody at the Ray address": (no_run, "launch.ray_address='127.0.0.1:9'", "Ray cluster at '127.0.0.1:9'"),
+    "no Ray address": (no_run, "launch.ray_address=nonsense", "Ray cluster at 'nonsense'"),
 }
 
 

@@ -627,7 +627,7 @@ async def test_tests_without_a_verdict_on_the_untouched_image_are_no_fault_of_th
     bench: Bench, test: str, options: dict[str, Any], why: str
 ) -> None:
     scripted = script_bench(bench, test, **options)
-    with pytest.raises(RewardError, match=f"task calc, even without changes: .*{why}") as caught:
+    with pytest.raises(RewardError, match=f"task calc fails even without changes: .*{why}") as caught:
         await scripted.judged(await scripted.changes(FIX))
     assert caught.value.reason is FailReason.TESTS_FAILED_TO_RUN
 

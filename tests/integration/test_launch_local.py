@@ -117,7 +117,7 @@ def test_a_spent_budget_ends_the_run_with_the_end_of_the_log(tmp_path: Path, eve
     run.wait_exits()
     ending = run.tick()
     assert ending is not None and ending.code == 1
-    assert "rollout-0 ended with exit code 70; all 1 restarts" in ending.error
+    assert "rollout-0 exited with code 70; no restarts are left" in ending.error
     assert "the worker's own reason" in ending.error and str(run.run_dir / "logs") in ending.error
     run.end()
 

@@ -163,7 +163,7 @@ def test_two_servers_with_names_and_variables_of_their_own(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("kind", "complaint"),
-    [("bad_result", "ValidationError"), ("huge", "that are no MCP messages of at most 8388608 bytes")],
+    [("bad_result", "ValidationError"), ("huge", "that are not MCP messages of at most 8388608 bytes")],
 )
 def test_a_result_that_is_none_or_has_no_bounds_is_an_error(kind: str, complaint: str) -> None:
     assert complaint in (ask(tools_of(command=f"{PLAIN} {kind}"), "pid").error or "")
@@ -361,7 +361,7 @@ def test_a_lost_call_is_repeated_only_where_the_server_allows_it(tmp_path: Path)
 
 def test_a_server_that_only_makes_noise_is_gone_before_it_is_called_again(tmp_path: Path) -> None:
     tools = tools_of(command=f"{PLAIN} noisy {tmp_path / 'pid'}")
-    assert "that are no MCP messages" in (ask(tools, "pid").error or "")
+    assert "that are not MCP messages" in (ask(tools, "pid").error or "")
     assert has_gone(int((tmp_path / "pid").read_text()))
 
 
@@ -534,26 +534,32 @@ def test_headers_reach_the_server_and_a_refusal_is_named(
         ({"url": "http://127.0.0.1:1/mcp"}, "set either command"),
         ({"command": "", "url": "localhost"}, "must begin with http"),
         ({"command": PLAIN, "allow": "pid, nothing"}, "has no tool 'nothing'; it has pid, variable"),
-        ({"command": PLAIN, "prefix": "with space "}, "is not a tool name"),
+        ({"command": PLAIN, "prefix": "with space "}, "is not a valid tool name"),
         (
             {"command": f"{PLAIN} bad_schema"},
             "the schema of 'variable' is not a valid JSON schema: 'nothing' is",
         ),
-        ({"command": f"{PLAIN} endless"}, "it has more than 256"),
-        ({"command": f"{PLAIN} bad_list"}, "does not list its tools: ValidationError"),
-        ({"command": f"{PLAIN} no_tools"}, "does not list its tools: MCPError: no tools"),
-        ({"command": f"{PLAIN} silent_list", "start_timeout": 1.0}, "does not list its tools: TimeoutError"),
+        ({"command": f"{PLAIN} endless"}, "the server has more than 256 tools"),
+        ({"command": f"{PLAIN} bad_list"}, "cannot list the tools of .*: ValidationError"),
+        ({"command": f"{PLAIN} no_tools"}, "cannot list the tools of .*: MCPError: no tools"),
+        (
+            {"command": f"{PLAIN} silent_list", "start_timeout": 1.0},
+            "cannot list the tools of .*: TimeoutError",
+        ),
         ({"command": "/no/such/server"}, "no MCP server at .*/no/such/server cannot be run: No such file"),
         ({"command": f"{sys.executable} -c 'raise SystemExit(\"no licence\")'"}, r"it wrote: no licence"),
-        ({"command": """yes '{"log": 1}'"""}, r'{"log": 1} it sent 26\d+ bytes that are no MCP messages'),
+        (
+            {"command": """yes '{"log": 1}'"""},
+            r'{"log": 1} the server sent 26\d+ bytes that are not MCP messages',
+        ),
         ({"command": "sleep 100", "start_timeout": 0.3}, "no handshake within 0.3 s"),
         ({"command": "", "url": "http://127.0.0.1:1/mcp"}, "ConnectError"),
         ({"comand": "x"}, "unknown option 'comand'"),
-        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY does not contain a key"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY is unset or empty"),
         ({"headers": "X-Key: $NO_SUCH_KEY"}, "NO_SUCH_KEY does not contain a valid header value; set it"),
         ({"headers": "Authorization: Bearer abc"}, "Authorization is a secret; use an environment variable"),
-        ({"headers": "X Key: a"}, "'X Key' is not a header; write Name: value"),
-        ({"headers": "sesame"}, "'sesame' is not a header"),
+        ({"headers": "X Key: a"}, "'X Key' is not a valid header; write each header as Name: value"),
+        ({"headers": "sesame"}, "'sesame' is not a valid header"),
     ],
 )
 def test_what_is_refused_before_the_run(options: dict[str, Any], complaint: str) -> None:

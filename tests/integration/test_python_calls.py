@@ -135,7 +135,7 @@ def test_a_second_call_of_a_script_is_refused(tmp_path: Path) -> None:
     printed, errors = script.communicate(timeout=DEADLINE)
     assert script.returncode == 1, printed
     last_line = errors.rstrip().splitlines()[-1]
-    assert "asyncrl.train() is called by code that a run has loaded" in last_line
+    assert "asyncrl.train() was called by code that a run has loaded" in last_line
     assert '`if __name__ == "__main__":`' in last_line
     assert not list((tmp_path / "runs").glob("*/config.yaml"))
 
@@ -276,7 +276,7 @@ def test_a_terminal_has_the_live_view_and_is_given_back(tmp_path: Path) -> None:
 
     try:
         until(terminal, b"starting 3 processes; logs in runs/run/logs")
-        until(terminal, b"b: newest bad one")
+        until(terminal, b"b: newest bad transcript")
         assert not termios.tcgetattr(terminal)[3] & termios.ECHO
         seen = until(terminal, b"step 2/500")
         seen += until(terminal, b"lag mean")

@@ -186,7 +186,7 @@ def test_ranks_rest_when_ordered_and_train_as_ever(size: int, run: Run, world: W
     phases = {f"timing_s/{name}" for name in ("rest", "wait_devices", "wake")}
     assert phases <= commit.metrics.keys() and ref.version == (EPOCH, 1)
     waiting_rank = "" if size == 1 else "rank 0, which is waiting for "
-    assert f"{waiting_rank}trajectories of step 1, offloaded while engines sample" in coordinator.waits
+    assert f"{waiting_rank}trajectories of step 1 (offloaded while engines sample)" in coordinator.waits
     learner = make_learner(run.config, world, "float32")
     for part in (run.episodes[:half], run.episodes[half:]):
         learner.accumulate(part)

@@ -151,7 +151,7 @@ def test_a_rank_that_hangs_is_replaced(tmp_path: Path) -> None:
         run.until_step(4)
         run.children()["trainer-0"].suspend()
         run.completed(8)
-        assert re.search(r"the trainer hangs, no sign of life .*: replacing the process", run.text())
+        assert re.search(r"the trainer is hanging; no sign of life .*: replacing the process", run.text())
     once(run.path, 8)
 
 

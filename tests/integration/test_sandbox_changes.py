@@ -161,11 +161,11 @@ async def test_only_what_is_asked_for_is_collected() -> None:
         assert await paths(f"{home}/a") == ["a", "a/x", "a/b", "a/b/z"]
         assert await paths(f"{home}/absent") == []
         assert await paths(f"{home}/c", f"{home}/a/b") == ["a/b", "a/b/z", "c", "c/w"]
-        with pytest.raises(SandboxError, match="link is a link; name the directory that it leads to"):
+        with pytest.raises(SandboxError, match="link is a link; name the link's target directory"):
             await paths(f"{home}/link")
         with pytest.raises(SandboxError, match="link is a link"):
             await paths(f"{home}/link/b")
-        with pytest.raises(ValueError, match="only directories below"):
+        with pytest.raises(ValueError, match="changes are collected only from directories below"):
             await paths("/etc")
 
 
@@ -295,15 +295,15 @@ async def test_names_that_are_kept_stay_as_they_are() -> None:
 
 
 FORGED = [
-    (Entry(changes.FILE, "../up", 0o644).frame() + END, "bad entry: '../up'"),
-    (Entry(changes.FILE, "/etc/x", 0o644).frame() + END, "bad entry"),
-    (Entry(changes.FILE, "a/./b", 0o644).frame() + END, "bad entry"),
-    (Entry(b"c", "device", 0o644).frame() + END, "bad entry"),
-    (Entry(changes.FILE, "x", 0o100644).frame() + END, "bad entry"),
-    (Entry(changes.FILE, "x", 0o644).frame(), "ended too early"),
-    (END[:-1], "ended too early"),
-    (b"", "ended too early"),
-    (changes.ENTRY_HEADER.pack(changes.FILE, 0, 0, 1, 1 << 62) + b"x", "bad entry"),
+    (Entry(changes.FILE, "../up", 0o644).frame() + END, "invalid entry: '../up'"),
+    (Entry(changes.FILE, "/etc/x", 0o644).frame() + END, "invalid entry"),
+    (Entry(changes.FILE, "a/./b", 0o644).frame() + END, "invalid entry"),
+    (Entry(b"c", "device", 0o644).frame() + END, "invalid entry"),
+    (Entry(changes.FILE, "x", 0o100644).frame() + END, "invalid entry"),
+    (Entry(changes.FILE, "x", 0o644).frame(), "is incomplete"),
+    (END[:-1], "is incomplete"),
+    (b"", "is incomplete"),
+    (changes.ENTRY_HEADER.pack(changes.FILE, 0, 0, 1, 1 << 62) + b"x", "invalid entry"),
 ]
 THROUGH_A_LINK = (
     Entry(changes.LINK, "l", content=b"/var/tmp").frame() + Entry(changes.FILE, "l/x").frame() + END

@@ -717,8 +717,8 @@ FEWER = {
     "user": ["True", "over", "b\"b'hello'\\n\"", "done"],
     "container": [
         "True",
-        f"{LACKS}process namespace and /proc, to measure `resident` in",
-        f"{LACKS}network namespace to listen in",
+        f"{LACKS}process namespace with /proc in which to measure `resident`",
+        f"{LACKS}network namespace in which to listen",
     ],
 }
 

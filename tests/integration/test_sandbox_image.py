@@ -396,7 +396,7 @@ def test_where_namespaces_are_forbidden_images_are_refused_and_nothing_outside_i
         env=os.environ | {"PYTHONPATH": ROOT},
         check=False,
     )
-    assert done.stdout.startswith("sandboxes cannot use images here: [Errno 1]"), done.stderr
+    assert done.stdout.startswith("sandboxes on this machine cannot use images: [Errno 1]"), done.stderr
     assert done.stdout.endswith("\nalive\n"), done.stderr
 
 

@@ -85,7 +85,7 @@ def test_a_sample_may_bring_a_setup() -> None:
     sample = Sample(0, "test", (), "0", extra_info_json=json.dumps(extra))
     assert talk("python", ("python", "sum(data)"), sample=sample) == ["6"]
     extra["tools_kwargs"]["python"]["create_kwargs"]["setup"] = "data ="
-    with pytest.raises(ToolError, match="setup code of sample 0 failed"):
+    with pytest.raises(ToolError, match="setup code for sample 0 failed"):
         talk("python", sample=Sample(0, "test", (), "0", extra_info_json=json.dumps(extra)))
 
 
@@ -128,7 +128,7 @@ async def test_a_loss_is_reported_even_if_the_setup_fails_first() -> None:
         space._sandbox.losses = 1
         space._sandbox._emptied = True
         space._setup_code = "1 / 0"
-        with pytest.raises(SandboxError, match="setup code of sample 0 failed"):  # no answer of the tool's
+        with pytest.raises(SandboxError, match="setup code for sample 0 failed"):  # no answer of the tool's
             await space.python("1")
         space._setup_code = flaky
         assert await space.python("2") == "2\n[the variables and files of earlier calls are lost]"
@@ -273,7 +273,7 @@ async def test_answers_wait_for_a_sandbox() -> None:
     ("truth", "problem"),
     [
         ("{}", "contains no tests"),
-        ({"inputs": ["1"], "outputs": []}, "1 inputs but 0 outputs"),
+        ({"inputs": ["1"], "outputs": []}, r"differ in length \(1 and 0\)"),
         ([1], "contains no tests"),
         ("nonsense", "Expecting value"),
     ],

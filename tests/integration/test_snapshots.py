@@ -196,7 +196,7 @@ def test_what_is_too_much_runs_again(caplog: pytest.LogCaptureFixture) -> None:
     first.context.snapshots = Snapshots("run", 2000)
     with caplog.at_level("INFO", "asyncrl.tools"):
         recorded = first.lose()
-    assert "no snapshot of Workspace: snapshots would take more than 2000 bytes" in caplog.text
+    assert "could not take a snapshot of Workspace: snapshots would take more than 2000 bytes" in caplog.text
     rest = SandboxBench(shell("cat log; wc -c big"), "done")
     rest.finished(recorded)
     assert rest.replies == [f"x\n5000 big\n{LOST}"]

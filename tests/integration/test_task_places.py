@@ -156,7 +156,10 @@ def test_a_sandbox_that_is_killed_from_outside_is_no_fault_of_the_model(tmp_path
     bench = AgentBench(Command(line=f"python {tmp_path}/agent.py", sandbox="jail"), script)
     bench.sample = sample_of(task)
     found = bench.failed()
-    assert found.reason is FailReason.SETUP_FAILED and "task fizz: its sandbox ended" in found.detail
+    assert (
+        found.reason is FailReason.SETUP_FAILED
+        and "task fizz: the program's sandbox stopped unexpectedly" in found.detail
+    )
 
 
 def test_a_sandbox_that_ends_as_the_machine_has_no_memory_is_no_fault_of_the_model(
@@ -181,11 +184,11 @@ async def test_more_changes_than_a_result_may_have_are_said(tmp_path: Path, task
     [
         (
             {"line": "no-such-agent"},
-            "the image does not have the program 'no-such-agent', and this machine does not have it",
+            "the program 'no-such-agent' is neither in the image nor on this machine",
         ),
         (
             {"line": "make x"},
-            "the image does not have the program 'make', and make from this machine cannot be used",
+            "the program 'make' is not in the image, and make from this machine cannot be used",
         ),
         ({"line": "true", "files": "."}, "task fizz has an image, so files cannot be used"),
         ({"line": "true", "sandbox": "none"}, "task fizz has an image, so sandbox: none cannot be used"),
@@ -247,7 +250,7 @@ def test_an_unknown_image_of_a_tool_is_said_before_the_start() -> None:
         (
             {"claude_code": {"program": "/no/claude"}},
             "error: agent",
-            "the image does not have the program 'claude', and this machine does not have it",
+            "the program 'claude' is neither in the image nor on this machine",
         ),
         (
             {"claude_code": {"sandbox": "none"}},
@@ -274,10 +277,10 @@ def test_a_program_is_looked_for_in_the_images_of_tasks_before_the_start(
 @pytest.mark.parametrize(
     ("first_line", "why"),
     [
-        ("#!/usr/bin/env no-node", "'no-node', which the first line of .*/agent names, is not on the PATH"),
+        ("#!/usr/bin/env no-node", "'no-node', named in the first line of .*/agent, is not on the PATH"),
         (
             "#!/opt/no/python",
-            "the interpreter '/opt/no/python', which the first line of .*/agent names, does not exist",
+            "the interpreter '/opt/no/python', named in the first line of .*/agent, does not exist",
         ),
         (
             "\x7fELF\2\1\1" + "\0" * 9 + "\2\0\x2a\0" + "\0" * 44,

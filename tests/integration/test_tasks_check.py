@@ -39,11 +39,11 @@ TASKS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "e-wrong": ({"solve": "#!/bin/sh\necho 41 > answer.txt\n"}, ["solved: score is 0, not 1"]),
     "f-fails": (
         {"solve": f"{SOLVE}echo no such thing >&2; exit 3\n"},
-        ["solve.sh failed with 3: no such thing"],
+        ["solve.sh did not succeed (failed, exit status 3): no such thing"],
     ),
-    "g-silent": ({"test": "exit 0\n"}, ["untouched: task g-silent, even without changes: no verdict"]),
+    "g-silent": ({"test": "exit 0\n"}, ["untouched: task g-silent fails even without changes: no verdict"]),
     "h-tries": ({"test": f"#!/bin/bash\n{TRIES}{TEST}", "solve": f"#!/bin/bash\n{TRIES}{SOLVE}"}, []),
-    "i-unsolved": ({"solve": ""}, [r"solved: without solution/solve\.sh"]),
+    "i-unsolved": ({"solve": ""}, [r"solved: solution/solve\.sh is missing"]),
     "j-shown": ({}, ["agents can see /solution"]),
 }
 
@@ -106,14 +106,14 @@ def test_tasks_without_named_tests_are_warned_of(tasks: Path, capsys: pytest.Cap
     assert (good.split()[6:], named.split()[6:]) == (["ok,", "with", "a", "warning"], ["ok"])
     assert end == "2 of 2 tasks passed"
     assert warning.startswith(
-        "warning: 1 of 2 tasks name no tests (a-good): their score is whatever test.sh says"
+        "warning: 1 of 2 tasks name no tests (a-good): their score is whatever test.sh reports"
     )
     assert "name the tests in tests/config.json" in warning
 
     assert main(["tasks", "check", str(tasks), "--json"]) == 0
     good, named = map(json.loads, capsys.readouterr().out.splitlines())
     assert good["faults"] == named["faults"] == named["warnings"] == []
-    assert len(good["warnings"]) == 1 and "no tests are named: " in good["warnings"][0]
+    assert len(good["warnings"]) == 1 and "the task names no tests: " in good["warnings"][0]
 
 
 def test_tests_that_run_twice_are_found_flaky(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,12 +89,12 @@ def replayed_to_the_last_bit(run: Run) -> None:
             assert [loss, norm] == [repr(rows[step][name]) for name in names]
             same = step == first or not overrides  # the first step's weights are those of the checkpoint
             assert ((loss, norm) == (again, norm_again)) is same
-        changed = "steps after 0 were trained with other keys: trainer.lr: "
+        changed = "steps after 0 were trained with different settings: trainer.lr: "
         assert (changed in "\n".join(lines)) is bool(overrides)
     kept = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.is_file()}
     assert before.items() <= kept.items()
     code, lines = replayed(run, 7)
-    assert code == 2 and "no such step was committed; replayable steps: 1 to 6 (" in lines[-1]
+    assert code == 2 and "this step was not committed; replayable steps: 1 to 6 (" in lines[-1]
 
 
 LENGTHS = """
@@ -120,7 +120,7 @@ def regraded(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], train
         for row in rows:
             assert (row["score"], row["advantage"]) == (row["score_new"], row["advantage_new"]) or not same
             assert same or row["score_new"] >= 2
-    assert "groups with a signal, of" in capsys.readouterr().out
+    assert "groups with a signal (of" in capsys.readouterr().out
     assert cli.main(["regrade", str(run.path), "--reward", "none", "--steps", "7..9"]) == 2
 
 

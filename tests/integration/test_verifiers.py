@@ -196,11 +196,11 @@ def test_an_environment_that_leads(tasksets: None) -> None:
     [
         (task({"secret": 13}), "unlucky"),
         (task({"secret": 51}), "SystemExit: 3"),  # which would end the worker
-        (task({"secret": 99}), "'rival' has no model; set others_url and others_model"),
+        (task({"secret": 99}), r"'rival' has no model \(others_url and others_model are not set\)"),
         (task({"secret": 1, "image": "ubuntu"}), "runs in a container"),
-        (task({"secret": 1}, ADD[0]), "the prompt in row 0 does not match the opening messages of its task"),
+        (task({"secret": 1}, ADD[0]), "row 0: the prompt does not match the task's opening messages"),
         (task({"secret": "x"}), "valid integer"),
-        (Sample(4, "vf", (), "null"), r"extra_info\.verifiers of row 4 is missing"),
+        (Sample(4, "vf", (), "null"), r"row 4: extra_info\.verifiers is missing"),
     ],
 )
 def test_what_fails_an_episode(tasksets: None, sample: Sample, complaint: str) -> None:
@@ -219,7 +219,7 @@ def test_a_toolset_with_the_state_of_its_task_is_refused() -> None:
     class Counter(vf.Toolset[vf.ToolsetConfig, Counted]):
         pass
 
-    with pytest.raises(Unsupported, match="Counter shares state with its task; verifiers can run"):
+    with pytest.raises(Unsupported, match="Counter shares state with its task; let verifiers run"):
         asyncio.run(TaskTools().add_toolset(Counter(vf.ToolsetConfig()), None))  # type: ignore[arg-type]
 
 
@@ -351,9 +351,12 @@ def test_it_states_its_own_limit(tasksets: None) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"taskset": "asyncrl_guesses"}, r"several agents \(player, rival\); set role to the trained one"),
-        ({"taskset": "asyncrl_guesses", "role": "judge"}, "no agent 'judge'; the agents are: player, rival"),
-        ({"taskset": "no_such_taskset"}, "cannot load the environment of taskset 'no_such_taskset'"),
+        ({"taskset": "asyncrl_guesses"}, r"set role to the agent to train \(player, rival\)"),
+        (
+            {"taskset": "asyncrl_guesses", "role": "judge"},
+            "role: unknown agent 'judge'; available: player, rival",
+        ),
+        ({"taskset": "no_such_taskset"}, "cannot load the environment for taskset 'no_such_taskset'"),
         ({"taskset": "asyncrl_sums", "config": '{"taskset": {"hihg": 3}}'}, "hihg"),
         ({"taskset": "asyncrl_sums", "config": "3"}, "cannot load the environment"),
     ],

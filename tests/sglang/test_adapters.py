@@ -89,7 +89,7 @@ async def test_a_server_of_another_version_is_taken_if_it_takes_the_adapters_of_
         [line] = [
             record.getMessage() for record in caplog.records if "the tested version is" in record.getMessage()
         ]
-        assert line.endswith("a sampled request, the label of the weights, the list of adapters")
+        assert line.endswith("sampling a request, relabeling the weights, listing the adapters")
 
     config = replace(config, model=replace(config.model, lora_modules=[*modules, "kv_b_proj"]))
     with pytest.raises(ConfigError, match=r"start it with --lora-target-modules .* kv_b_proj .*, or"):
@@ -268,7 +268,7 @@ async def test_versions_load_beside_running_turns_and_outlive_neither_loader_nor
             assert second._unload_task is not None  # type: ignore[union-attr]
             await second._unload_task  # type: ignore[union-attr]
             assert await second.api.adapters() == {f"{ref.label}@b"}
-            assert await first.label() == "no adapter of this run"
+            assert await first.label() == "no adapters from this run"
             with pytest.raises(EngineLost, match="LoRA adapter"):  # nothing is loaded again behind our back
                 await used.generate(new)
         await used.close()

@@ -49,7 +49,7 @@ async def test_a_turn_clipped_by_the_server_is_an_error_not_a_full_turn(
     async with kept(server, max_len=CONTEXT) as engine:
         await engine.load(refs[0])
         with pytest.raises(
-            EngineError, match=r"truncated a turn to \d of 8 tokens: raise its --context-length"
+            EngineError, match=r"truncated a turn to \d of 8 tokens; raise its --context-length"
         ):
             await engine.generate(ask(prompt(CONTEXT - 8), 20))
 
@@ -70,7 +70,7 @@ async def test_a_silent_server_loses_its_requests_but_not_what_they_have(
     async with kept(server, silence=4.0) as engine:
         await engine.load(refs[1])
         task = await sampling(engine, ask(prompt(4), LONG))
-        with frozen(server), pytest.raises(EngineLost, match="got no answer within 4 s") as lost:
+        with frozen(server), pytest.raises(EngineLost, match="received no response within 4 s") as lost:
             await task
         partial = lost.value.partial
         assert 0 < len(partial.ids) == len(partial.logprobs) < LONG and partial.stop is StopReason.ABORT
@@ -200,7 +200,9 @@ async def test_an_unfinished_load_breaks_the_engine_until_one_succeeds(
             loader._deadline = 0.5
             load = asyncio.create_task(engine.load(refs[1]))
             await until(is_late)
-        with pytest.raises(WeightsError, match=r"e0-v1 failed \(WeightsError: it took longer than 0.5 s"):
+        with pytest.raises(
+            WeightsError, match=r"e0-v1 failed \(WeightsError: the load took longer than 0.5 s"
+        ):
             await load
         loader._deadline = deadline
         assert await engine.api.ready()  # the pause ended all the same

@@ -55,7 +55,7 @@ async def test_a_server_of_another_version_that_does_what_the_run_needs_is_taken
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     (line,) = [line for line in lines if "the tested version is" in line]
     assert f"a request across a pause ({mode})" in line
-    assert ("a session of updates" in line) == (transport == "collective")
+    assert ("opening an update session" in line) == (transport == "collective")
 
 
 async def test_what_it_lacks_is_named(

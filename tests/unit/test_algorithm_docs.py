@@ -113,6 +113,6 @@ def test_the_readme_counts_the_presets() -> None:
 def test_what_is_refused_names_keys_as_code(docs: ModuleType) -> None:
     text = docs.refusals()
     assert (
-        "- `algorithm.loss` … already contains pi/mu, so a weight in `algorithm.correction` would count it"
+        "- `algorithm.loss` … already contains pi/mu, so a weight in `algorithm.correction` would apply the"
         in text
     )

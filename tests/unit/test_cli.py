@@ -130,7 +130,7 @@ def test_sft_is_train_with_its_preset(
     assert cli.main(["sft", "data.train=t"]) == 2
     assert "asyncrl sft model.path=DIR data.train=FILE.jsonl" in capsys.readouterr().err
     assert cli.main(["sft", "algorithm=grpo", "model.path=m", "data.train=t"]) == 2
-    assert "asyncrl sft sets algorithm=sft; for algorithm=grpo use asyncrl train" in capsys.readouterr().err
+    assert "asyncrl sft sets algorithm=sft; for algorithm=grpo, use asyncrl train" in capsys.readouterr().err
 
 
 def test_a_model_of_ones_own_gets_nothing_of_the_demos() -> None:
@@ -352,7 +352,7 @@ def test_errors_are_one_line(override: str, complaint: str, capsys: pytest.Captu
             b"# @package _global_\nobserve: {project: 1}\n",
             "observe.project: Expected `str`, got `int`;",
         ),
-        (b"name: mine\n", "experiment=… has no line `# @package _global_`"),
+        (b"name: mine\n", "experiment=… does not begin with the line `# @package _global_`"),
         (b"# @package _global_\ntrainer: {lrr: 1}\n", "unknown key trainer.lrr; did you mean trainer.lr"),
         (b"# @package _global_\n1: 2\n", "unknown key 1"),
         (
@@ -394,7 +394,7 @@ def test_a_directory_whose_name_is_no_text_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("raised", "code", "says"),
     [
-        (UnicodeEncodeError("utf-8", "a\udcff", 1, 2, "no"), 2, r"'a\udcff' is not UTF-8 text"),
+        (UnicodeEncodeError("utf-8", "a\udcff", 1, 2, "no"), 2, r"'a\udcff': the path is not UTF-8 text"),
         (OSError(28, "No space left", "summary.json"), 1, "No space left: 'summary.json'"),
         (KeyboardInterrupt(), 130, "asyncrl: interrupted"),
     ],
@@ -461,7 +461,7 @@ def test_transcripts_are_printed(runs: Path, capsys: pytest.CaptureFixture[str])
     assert cli.main([*command, "--step", "9"]) == 0
     assert "said\u2028at 9" in capsys.readouterr().out
     assert cli.main([*command, "--step", "7"]) == 2
-    assert "transcripts of step 7; steps with transcripts: 9, 10" in capsys.readouterr().err
+    assert "transcripts from step 7; steps with transcripts: 9, 10" in capsys.readouterr().err
 
 
 def test_escape_sequences_of_a_model_are_shown_and_do_not_reach_the_terminal(

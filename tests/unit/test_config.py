@@ -73,7 +73,7 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
         ({"algorithm__correction": {"mask": {"low": [1]}}}, r"algorithm\.correction"),
         (
             {"algorithm__loss": "ppo", "algorithm__steps_per_batch": 33},
-            "a step would have no group",
+            "some steps would have no groups",
         ),
         ({"rollout__max_new_tokens": 5000}, "exceeds max_tokens"),
         ({"checkpoint__directory": "saved"}, r"checkpoint\.directory \(saved\) is relative"),
@@ -88,8 +88,8 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
             {"trainer__ranks": 2, "trainer__sequence_parallel": 2, "trainer__packing": "padded"},
             "set trainer.packing to packed or tree",
         ),
-        ({"rollout__agent": "a.py:f", "rollout__tools": ["calculator"]}, "runs episodes itself"),
-        ({"rollout__agent": "a.py:f", "rollout__environment": {"gymnasium": {}}}, "runs episodes itself"),
+        ({"rollout__agent": "a.py:f", "rollout__tools": ["calculator"]}, "runs the episodes itself"),
+        ({"rollout__agent": "a.py:f", "rollout__environment": {"gymnasium": {}}}, "runs the episodes itself"),
         ({"engine__urls": ["http://a:1", "http://b:1", "http://a:1/"]}, "lists a server twice"),
         (
             {"engine__name": "sglang", "weights__transport": "collective", "weights__full_every": 2},
@@ -102,7 +102,7 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
         ({"scorers__reference__path": "m", "rollout__temperature": 0.7}, r"temperature \(0\.7\): servers"),
         (
             {"rollout__reward": {"reward_model": {"url": "scorer:reward"}}},
-            r"uses scorer:reward, which scorers does not define",
+            r"uses scorer:reward, but scorers does not define that name",
         ),
         ({"scorers__reference__path": "m", "kl__reference": "n"}, r"alternatives"),
         ({"scorers": {"teacher": {"path": "m"}, "reference": {"path": "n"}}}, r"alternatives"),
@@ -120,7 +120,7 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
         ),
         (
             {"scorers__reference": {"urls": ["engines"], "path": "m"}, "model__lora_rank": 2},
-            "excludes other URLs, path",
+            "cannot be combined with other URLs, path",
         ),
         ({"trainer__router_replay": True}, r"trainer\.router_replay needs engine=sglang"),
         (

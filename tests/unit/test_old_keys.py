@@ -17,7 +17,7 @@ from asyncrl.store.launches import config_tree
 NAMED = ["name=n", "model.path=m", "data.train=t"]
 OLD_KEY = "trainer.step_size"
 NEW_KEY = "trainer.lr"
-ANSWER = f"unknown key {OLD_KEY}; it is now called {NEW_KEY}"
+ANSWER = f"unknown key {OLD_KEY}; the key is now called {NEW_KEY}"
 
 
 @pytest.fixture

@@ -56,21 +56,21 @@ def test_held_out_pairs_are_in_no_other_file(data: dict[str, list[dict[str, Any]
         {(row["ground_truth"], row["extra_info"]["stock"][row["ground_truth"]]) for row in data[name]}
         for name in ("train", "test")
     )
-    shown = {
+    demonstrated = {
         (str(call["part"]), call["number"])
         for row in data["demonstrations"]
         for call in [row["messages"][3]["tool_calls"][0]["function"]["arguments"]]
     }
-    assert len(test) == 16 and len(train | shown) == 65 and not test & (train | shown)
+    assert len(test) == 16 and len(train | demonstrated) == 65 and not test & (train | demonstrated)
 
 
 def test_demonstrations_are_right_and_both_rewards_say_so(data: dict[str, list[dict[str, Any]]]) -> None:
     make_data = runpy.run_path(str(EXAMPLE / "make_data.py"))
     rewards = runpy.run_path(str(EXAMPLE / "rewards.py"))
-    for seed, shown in zip(range(10_000, 10_100), data["demonstrations"], strict=False):
+    for seed, demonstration in zip(range(10_000, 10_100), data["demonstrations"], strict=False):
         row = make_data["order"](seed)
         inventory = inventory_of(row)
-        prompt, *turns, answer = shown["messages"]
+        prompt, *turns, answer = demonstration["messages"]
         assert [prompt] == row["prompt"] and answer["content"] == "Done."
         for turn, reply in zip(turns[::2], turns[1::2], strict=True):
             call = turn["tool_calls"][0]["function"]

@@ -39,9 +39,9 @@ def test_registered_names_are_found_and_listed(registry: Registry[object]) -> No
 def test_an_unknown_name_tells_the_nearest(registry: Registry[object]) -> None:
     with pytest.raises(ConfigError, match="unknown gadget 'hamer'; did you mean hammer, hamster"):
         registry.get("hamer")
-    with pytest.raises(ConfigError, match="known: hammer, hamster, saw"):
+    with pytest.raises(ConfigError, match="available: hammer, hamster, saw"):
         registry.get("xyz")
-    with pytest.raises(ConfigError, match="known: none"):
+    with pytest.raises(ConfigError, match="available: none"):
         Registry("widget").get("a")
 
 
@@ -75,7 +75,7 @@ def test_a_file_of_the_working_directory_hides_no_module_of_python(work: Path) -
         assert spec is not None and not str(spec.origin).startswith(str(work))
     assert load_object("mine_of_a_user:thing", "gadget") == 1
     del sys.modules["mine_of_a_user"]
-    with pytest.raises(ConfigError, match=r"token has no 'score'; .* hides yours: write token.py:NAME"):
+    with pytest.raises(ConfigError, match=r"token has no 'score'; .* hides your module; write token.py:NAME"):
         load_object("token:score", "gadget")
     (work / "token.py").write_text("score = 1\n")
     with pytest.raises(ConfigError, match=r"token.py has no 'scoer'; did you mean score\?$"):
@@ -93,7 +93,7 @@ def test_a_file_that_hides_a_needed_package_is_named(
         (installed / "__init__.py").write_text("")
         monkeypatch.setattr(sys, "path", [str(work / environment)])
     (work / f"{name}.py").write_text("")
-    with pytest.raises(ConfigError, match=rf"^{work}/{name}.py: hides the installed package {name}"):
+    with pytest.raises(ConfigError, match=rf"^{work}/{name}.py hides the installed package {name}"):
         search_working_directory()
 
 
@@ -202,7 +202,7 @@ def test_a_bound_function_takes_no_second_value_by_accident() -> None:
         ({}, r"x: option 'factor' is missing; set x\.factor"),
         ({"factor": 0.0}, r"x\.factor: Expected `float` > 0.0, not 0.0"),
         ({"factor": "much"}, r"x\.factor: Expected `float`, got `str`, not 'much'"),
-        ({"factor": 1.0, "name": "c"}, r"x\.name: Invalid enum value 'c'; one of a, b"),
+        ({"factor": 1.0, "name": "c"}, r"x\.name: Invalid enum value 'c'; choose from a, b"),
     ],
 )
 def test_wrong_options_name_the_key(options: dict[str, Any], complaint: str) -> None:

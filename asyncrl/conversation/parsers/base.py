@@ -112,7 +112,7 @@ def load_parser(spec: str, config_key: str = "rollout.parser") -> Parser:
     try:
         inspect.signature(parser).bind("", ())
     except (TypeError, ValueError):
-        raise ConfigError(f"{config_key}: {spec!r} is not a parser; it must take (text, tools)") from None
+        raise ConfigError(f"{config_key}: {spec!r} is not a parser; a parser takes (text, tools)") from None
     return parser
 
 
@@ -179,7 +179,7 @@ def assemble(
             errors.append(str(error))
 
     if len(raw_calls) > MAX_CALLS:
-        errors.append(f"a turn may have {MAX_CALLS} tool calls; what follows was not read")
+        errors.append(f"a turn may have at most {MAX_CALLS} tool calls; any further calls were not read")
 
     return Parsed(content, tuple(calls), tuple(errors), reasoning)
 
@@ -222,7 +222,7 @@ def _call_block(
         end = skip_space(text, end)
         if text.startswith(tags.close, end):
             return CallBlock(position, end + len(tags.close), raw_calls)
-        error = Malformed(f"only the call belongs between {tags.open} and {tags.close}")
+        error = Malformed(f"only the call may appear between {tags.open} and {tags.close}")
     except Malformed as raised:
         error = raised
 

@@ -63,7 +63,7 @@ def _split_messages(text: str) -> list[_HarmonyMessage]:
 def _read_call(message: _HarmonyMessage) -> RawCall | Malformed:
     name = message.recipient
     if message.body is None:
-        return Malformed(f"the call of {quote(name)} has no {_MESSAGE}")
+        return Malformed(f"the call to {quote(name)} has no {_MESSAGE}")
 
     try:
         arguments, end = object_at(message.body, 0, name)
@@ -71,7 +71,7 @@ def _read_call(message: _HarmonyMessage) -> RawCall | Malformed:
         return error
 
     if message.body[end:].strip():
-        return Malformed(f"only the arguments of {quote(name)} belong between {_MESSAGE} and <|call|>")
+        return Malformed(f"only the arguments of {quote(name)} may appear between {_MESSAGE} and <|call|>")
 
     return RawCall(name, arguments)
 

@@ -26,7 +26,7 @@ def _object_call(value: Any, arguments_key: str, name_key: str = "name") -> RawC
     if unknown_keys := sorted(value.keys() - {name_key, *_KNOWN_KEYS}):
         raise Malformed(
             f'a tool call has "{name_key}" and "{arguments_key}", '
-            f"but {quote(name)} has {quote(unknown_keys[0])}"
+            f"but the call to {quote(name)} also has {quote(unknown_keys[0])}"
         )
 
     arguments = value.get(arguments_key, value.get("arguments", value.get("parameters", {})))
@@ -132,7 +132,7 @@ def _mistral_calls(text: str, start: int) -> tuple[tuple[RawCall | Malformed, ..
         return (RawCall(call_head[1], arguments, _own_id(call_head[2])),), end
     value, end = json_at(text, start)
     if not isinstance(value, list) or not value:
-        raise Malformed(f"expected a list of calls, or name[ARGS] and an object, after {_TOOL_CALLS}")
+        raise Malformed(f"expected a list of calls, or name[ARGS] followed by an object, after {_TOOL_CALLS}")
     return tuple(map(_listed_call, value)), end
 
 
@@ -140,7 +140,7 @@ def listed_calls(text: str) -> tuple[RawCall | Malformed, ...]:
     """Return the calls of a JSON list, which must be the whole text."""
     value, end = json_at(text, 0)
     if end < len(text) or not isinstance(value, list):
-        raise Malformed("tool calls are a list of calls, and nothing else")
+        raise Malformed("the tool calls must be a list of calls and nothing else")
     return tuple(map(_listed_call, value))
 
 
@@ -167,7 +167,9 @@ def cohere(text: str) -> Iterator[CallBlock]:
 def _cohere_calls(text: str, start: int) -> tuple[list[RawCall | Malformed], int]:
     value, end = json_at(text, start)
     if not isinstance(value, list) or not value:
-        raise Malformed('<|START_ACTION|> is followed by a list of calls with "tool_name" and "parameters"')
+        raise Malformed(
+            '<|START_ACTION|> must be followed by a list of calls with "tool_name" and "parameters"'
+        )
     return [_listed_call(item, "parameters", "tool_name") for item in value], end
 
 
@@ -193,7 +195,7 @@ def _gemma_call(text: str, start: int) -> tuple[RawCall, int]:
     quotes, the arguments are JSON."""
     call_head = _GEMMA_NAME.match(text, start)
     if not call_head:
-        raise Malformed(f"a call begins {_GEMMA.open}call:name{{")
+        raise Malformed(f"a call must begin with {_GEMMA.open}call:name{{")
 
     json_parts = list[str]()
     nesting_depth = 0
@@ -239,7 +241,7 @@ def _deepseek_call(text: str, start: int) -> tuple[RawCall, int]:
     object."""
     call_head = _V3.match(text, start) or _V31.match(text, start)
     if not call_head:
-        raise Malformed(f"a call begins {_DEEPSEEK.open}name<｜tool▁sep｜>")
+        raise Malformed(f"a call must begin with {_DEEPSEEK.open}name<｜tool▁sep｜>")
 
     arguments, end = object_at(text, call_head.end(), call_head[1])
     if call_head.re is _V3:
@@ -266,7 +268,7 @@ _KIMI_HEAD = re.compile(r"\s*((?:functions\.)?([^\s<:]+):\d+)\s*<\|tool_call_arg
 def _kimi_call(text: str, start: int) -> tuple[RawCall, int]:
     call_head = _KIMI_HEAD.match(text, start)
     if not call_head:
-        raise Malformed(f"a call begins {_KIMI.open}functions.name:0<|tool_call_argument_begin|>")
+        raise Malformed(f"a call must begin with {_KIMI.open}functions.name:0<|tool_call_argument_begin|>")
     arguments, end = object_at(text, call_head.end(), call_head[2])
     return RawCall(call_head[2], arguments, call_head[1]), end
 

@@ -45,9 +45,9 @@ def _calls_in_list(body: str) -> tuple[RawCall | Malformed, ...]:
             return listed_calls(body)
 
         text, names = _without_names(body)
-        syntax_tree = expression(text, "tool calls are not a Python list such as [f(a=1)]")
+        syntax_tree = expression(text, "the tool calls are not a Python list such as [f(a=1)]")
         if not isinstance(syntax_tree, ast.List) or not syntax_tree.elts:
-            raise Malformed("tool calls are a list of calls, such as [f(a=1)], and nothing else")
+            raise Malformed("the tool calls must be a list of calls, such as [f(a=1)], and nothing else")
     except Malformed as error:
         return (error,)
 
@@ -72,17 +72,17 @@ def _without_names(body: str) -> tuple[str, dict[str, str]]:
 
 def _call(node: ast.expr, tool_names: dict[str, str]) -> RawCall | Malformed:
     if not isinstance(node, ast.Call):
-        return Malformed(f"{kind(node)} is no call such as f(a=1)")
+        return Malformed(f"{kind(node)} is not a call such as f(a=1)")
 
     name = tool_names.get(node.func.id) if isinstance(node.func, ast.Name) else None
     if name is None:
-        return Malformed(f"{kind(node.func)} is no name of a tool")
+        return Malformed(f"{kind(node.func)} is not the name of a tool")
 
     arguments: dict[str, Any] = {}
     for keyword in node.keywords:
         argument_name = tool_names.get(keyword.arg or "")
         if argument_name is None or argument_name in arguments:
-            return Malformed(f"every argument of {quote(name)} must be named, once")
+            return Malformed(f"every argument of {quote(name)} must be named, and only once")
 
         try:
             arguments[argument_name] = literal(keyword.value)
@@ -90,6 +90,6 @@ def _call(node: ast.expr, tool_names: dict[str, str]) -> RawCall | Malformed:
             return error
 
     if node.args:
-        return Malformed(f"the arguments of {quote(name)} must be named, such as a=1")
+        return Malformed(f"the arguments of {quote(name)} must be named, as in a=1")
 
     return RawCall(name, arguments)

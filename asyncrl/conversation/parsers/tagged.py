@@ -44,7 +44,7 @@ class TaggedCalls(NamedTuple):
     def _read_call(self, text: str, position: int) -> tuple[RawCall, int]:
         head_match = self.head.match(text, position)
         if not head_match:
-            raise Malformed(f"a call begins {self.begins}")
+            raise Malformed(f"a call must begin with {self.begins}")
 
         name = head_match["name"].strip()
         position = head_match.end()
@@ -80,7 +80,9 @@ class TaggedCalls(NamedTuple):
         elif type_text in ("true", "string"):
             arguments[key] = value
         elif (json_value := value_of(value, NO_TEXT)) == value:
-            raise Malformed(f"the argument {quote(key)} of {quote(name)} is declared as JSON, but is none")
+            raise Malformed(
+                f"the argument {quote(key)} of {quote(name)} is declared as JSON, but is not valid JSON"
+            )
         else:
             arguments[key] = json_value
 

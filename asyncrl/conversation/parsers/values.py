@@ -43,16 +43,17 @@ def json_at(text: str, position: int, subject: str = "a tool call") -> tuple[Any
         return _JSON.raw_decode(text, position)
     except json.JSONDecodeError as error:
         nearby_text = text[error.pos : error.pos + 20]
-        raise Malformed(f"{subject} is not JSON: {error.msg} at {nearby_text!r}") from None
+        problem = error.msg.removesuffix(" at")  # "Unterminated string starting at"
+        raise Malformed(f"{subject} is not JSON: {problem} at {nearby_text!r}") from None
     except RecursionError:
-        raise Malformed(f"{subject} is not JSON: it is nested too deep") from None
+        raise Malformed(f"{subject} is not JSON: the value is nested too deeply") from None
     except ValueError as error:
         raise Malformed(f"{subject} is not JSON: {error}") from None
 
 
 def object_at(text: str, start: int, name: str) -> tuple[dict[str, Any], int]:
     """Read the JSON object with the arguments of a call, and return the object and its end."""
-    value, end = json_at(text, start, f"what {quote(name)} is called with")
+    value, end = json_at(text, start, f"the argument object of {quote(name)}")
     if not isinstance(value, dict):
         raise Malformed(f"the arguments of {quote(name)} must be an object")
     return value, end
@@ -69,7 +70,7 @@ def as_json(name: str, arguments: dict[str, Any]) -> tuple[str, str]:
     try:
         json_text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except ValueError:
-        raise Malformed(f"the arguments of {quote(name)} have a number that JSON has not") from None
+        raise Malformed(f"the arguments of {quote(name)} contain a number that JSON does not allow") from None
 
     return encodable(name), encodable(json_text)
 
@@ -85,7 +86,7 @@ def quote(text: str) -> str:
 def expression(text: str, problem: str) -> ast.expr:
     """Return the syntax tree of `text`. Malformed, beginning with `problem`, if the text is no expression."""
     if len(text) > _MAX_EXPRESSION_CHARACTERS:
-        raise Malformed(f"{problem}: it has more than {_MAX_EXPRESSION_CHARACTERS} characters")
+        raise Malformed(f"{problem}: the text has more than {_MAX_EXPRESSION_CHARACTERS} characters")
 
     try:
         with warnings.catch_warnings():
@@ -114,18 +115,20 @@ def literal(node: ast.expr) -> Any:
         case ast.Dict(keys=keys, values=values):
             return _text_keyed([literal(key) if key else None for key in keys], list(map(literal, values)))
         case _:
-            raise Malformed(f"{kind(node)} is no literal; arguments are strings, numbers, lists, objects")
+            raise Malformed(
+                f"{kind(node)} is not a literal; arguments must be strings, numbers, lists or objects"
+            )
 
 
 def kind(node: ast.expr) -> str:
     """Return the kind of an expression, for error texts: the expression itself could be as long as the
     turn."""
-    return f"an expression of kind {type(node).__name__}"
+    return f"an expression of type {type(node).__name__}"
 
 
 def _text_keyed(keys: list[Any], values: list[Any]) -> dict[str, Any]:
     if not all(isinstance(key, str) for key in keys):
         raise Malformed("the keys of an object must be strings")
     if len(set(keys)) < len(keys):
-        raise Malformed("a key of an object appears twice")
+        raise Malformed("a key appears twice in an object")
     return dict(zip(keys, values, strict=True))

@@ -20,8 +20,8 @@ def read_template(template_spec: str, key: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         shipped_names = ", ".join(sorted(_SHIPPED_TEMPLATES))
         raise ConfigError(
-            f"{key}: {template_spec} cannot be read ({one_line(error)}); use a Jinja file, "
-            f"or one of: {shipped_names}"
+            f"{key}: {template_spec} cannot be read ({one_line(error)}); use the path of a Jinja file, or "
+            f"one of these names: {shipped_names}"
         ) from None
 
     if "{{" not in text and "{%" not in text:

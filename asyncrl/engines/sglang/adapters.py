@@ -129,7 +129,7 @@ class AdapterLoader:
         if base_label != BASE_LABEL or ref is None:
             return base_label
         adapter_names = set(self._adapter_names(ref).values())
-        return ref.label if adapter_names <= await self.api.adapters() else "no adapter of this run"
+        return ref.label if adapter_names <= await self.api.adapters() else "no adapters from this run"
 
     async def close(self) -> None:
         if self._unload_task is not None:
@@ -149,7 +149,7 @@ class AdapterLoader:
         if not manifest.adapters:
             raise WeightsError(f"weights {ref.path}: {ref.label} does not contain adapters")
 
-        with WeightsError.instead_of(OSError, text=f"weights {ref.path}: cannot be copied to {files}"):
+        with WeightsError.instead_of(OSError, text=f"weights {ref.path}: cannot copy {ref.label} to {files}"):
             for agent, spec in manifest.adapters.items():
                 agent_tensors = [
                     tensor for tensor in manifest.layout if agent_tensor_name(tensor.name, agent)
@@ -186,4 +186,4 @@ class AdapterLoader:
                 if is_old or name_match[2] != self._attachment:
                     await self.api.unload_adapter(name, self._deadline)
         except AsyncrlError as error:  # the next load tries again
-            log.warning("server %s could not unload old adapters: %s", self.api.url, one_line(error))
+            log.warning("server %s did not unload old adapters: %s", self.api.url, one_line(error))

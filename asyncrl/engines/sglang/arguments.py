@@ -32,7 +32,7 @@ def check_arguments(config: RunConfig, source: str, arguments: Mapping[str, obje
     if quantization:
         raise ConfigError(
             f"{source}: quantization={quantization} crashes a server at its first update, because the new "
-            "tensors are not quantized; remove quantization: servers then compute in "
+            "tensors are not quantized; remove quantization, and servers will compute in "
             f"model.dtype={config.model.dtype}"
         )
 
@@ -40,8 +40,8 @@ def check_arguments(config: RunConfig, source: str, arguments: Mapping[str, obje
     if algorithm in OWN_LAYOUT_DRAFTS and config.weights.transport == "disk":
         raise ConfigError(
             f"{source}: speculative-algorithm={algorithm} crashes a server at its first update from files, "
-            "because the server loads them into the draft model, too; set weights.transport=collective, or "
-            "remove speculative-algorithm"
+            "because the server also loads these files into the draft model; set "
+            "weights.transport=collective, or remove speculative-algorithm"
         )
 
 
@@ -52,15 +52,15 @@ def draft_warning(arguments: Mapping[str, object]) -> str:
     has_own_files = bool(values.get("speculative-draft-model-path"))
 
     if algorithm in MTP_DRAFTS or (algorithm in EAGLE_DRAFTS and not has_own_files):
-        reason = "the MTP layers of the model stay frozen"
+        reason = "the model's MTP layers stay frozen"
     elif algorithm in EAGLE_DRAFTS | OWN_LAYOUT_DRAFTS:
-        reason = "the draft is not trained and goes stale"
+        reason = "the draft model is not trained and becomes stale"
     else:
         return ""
 
     return (
-        f"speculative-algorithm={algorithm}: {reason} while the policy changes, so servers accept "
-        "fewer draft tokens with each step; sampling stays exact"
+        f"speculative-algorithm={algorithm}: {reason} as the policy changes, so servers accept "
+        "fewer draft tokens after each step; sampling stays exact"
     )
 
 

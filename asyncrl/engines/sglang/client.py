@@ -105,7 +105,7 @@ class SGLangClient:
             raise
         except TimeoutError as error:
             if self._is_closed or stream is None:
-                raise self._engine_lost("it is no longer used", stream) from error
+                raise self._engine_lost("the server is no longer used", stream) from error
             return _good_part(stream)
         finally:
             self._open_calls.pop(call, None)
@@ -117,17 +117,17 @@ class SGLangClient:
         # fault.
         finish = stream.finish_reason
         if finish is None:
-            raise self._engine_lost("the stream ended before the request did", stream)
+            raise self._engine_lost("the stream ended before the request was finished", stream)
         if finish.type == "abort":
             raise self._engine_lost(f"the server aborted the request ({finish.message})", stream)
         if finish.type == "length":
             sampled_part = f"{len(sampled.ids)} of {token_limit} tokens"
             raise EngineError(
-                f"server {self.api.url} truncated a turn to {sampled_part}: raise its --context-length"
+                f"server {self.api.url} truncated a turn to {sampled_part}; raise its --context-length"
             )
 
         if isinstance(finish.matched, str):  # the server reports NaN in this way
-            raise EngineError(f"server {self.api.url} ended a turn: {finish.matched}")
+            raise EngineError(f"server {self.api.url} ended a turn early: {finish.matched}")
         if not sampled.ids:  # a retry at once might repeat this for ever; losses are counted
             raise self._engine_lost("the server ended the request before its first token", stream)
 
@@ -144,7 +144,9 @@ class SGLangClient:
         """Score the last `count` ids, at a server whose weights never change. Raises the errors of `score`,
         and EngineError for ids that the model does not have."""
         if max(ids) >= self._vocabulary:
-            raise EngineError(f"token {max(ids)} is beyond the scorer's vocabulary of {self._vocabulary}")
+            raise EngineError(
+                f"token ID {max(ids)} is outside the scorer's vocabulary (size {self._vocabulary})"
+            )
 
         start = len(ids) - count - 1
         seconds = self._config.engine.request_timeout

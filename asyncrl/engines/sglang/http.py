@@ -109,7 +109,9 @@ class ServerApi(HttpTransport):
         samples a token and takes 20 s to answer during a pause."""
         status = await self.status("/ready", GET_SECONDS)
         if status not in (200, 503):
-            raise EngineError(f"server {self.url}: /ready answered {status}; is this an SGLang server?")
+            raise EngineError(
+                f"server {self.url}: /ready returned status {status}; is this an SGLang server?"
+            )
         return status == 200
 
     async def alive(self) -> bool:
@@ -126,7 +128,7 @@ class ServerApi(HttpTransport):
         try:
             return msgspec.json.decode(content, type=answer_type)
         except UNDECODABLE as error:
-            description = f"server {self.url}: cannot parse the answer from {path}"
+            description = f"server {self.url}: cannot parse the response from {path}"
             raise EngineError(f"{description}: {error}") from error
 
     async def server_info(self) -> ServerInfo:
@@ -208,7 +210,7 @@ class ServerApi(HttpTransport):
             scored_id not in (expected_id, 0)
             for scored_id, expected_id in zip(scored_ids, expected_ids, strict=True)
         ):
-            raise EngineError(f"server {self.url} scored different IDs from those it received")
+            raise EngineError(f"server {self.url} did not score the token IDs that it received")
 
         return meta_info
 

@@ -155,11 +155,11 @@ class ServerLoader:
 
                     server_label = await self.api.weight_label()
                     if server_label != ref.label:
-                        raise WeightsError(f"after the load, the server reports the weights {server_label!r}")
+                        raise WeightsError(f"after the load, the server reports weights {server_label!r}")
         except (AsyncrlError, TimeoutError) as error:
             failure: Exception = error
             if isinstance(error, TimeoutError):
-                failure = WeightsError(f"it took longer than {self._deadline:g} s")
+                failure = WeightsError(f"the load took longer than {self._deadline:g} s")
             self.broken = f"loading {ref.label} failed ({one_line(failure)})"
             raise WeightsError(f"server {self.api.url}: {self.broken}") from error
 
@@ -188,7 +188,9 @@ class ServerLoader:
             await self.api.invalidate(RESUME_SECONDS)
             await self.api.resume(RESUME_SECONDS)
         except AsyncrlError as error:  # the earlier error is raised
-            log.warning("server %s stays paused after an unfinished load: %s", self.api.url, one_line(error))
+            log.warning(
+                "server %s remains paused after an unfinished load: %s", self.api.url, one_line(error)
+            )
 
     async def _await_leftovers(self) -> None:
         """Wait for the leftovers of a cancelled load: the end of its pause must not fall into the next pause,

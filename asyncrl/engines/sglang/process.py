@@ -197,7 +197,7 @@ class ServerProcess:
             command = server_command(config, index, host, port, torch.cuda.device_count(), scorer, kv_tokens)
             if shutil.which(command[0]) is None:
                 raise EngineError(
-                    f"cannot start a server: no such program: {command[0]}; correct engine.server_command"
+                    f"engine.server_command: no such program: {command[0]!r}; correct the command"
                 )
 
             server_name = f"scorer-{index}" if scorer else str(index)

@@ -37,13 +37,15 @@ class SenderConnection:
     async def ask_sender(self, question: messages.Question, kind: type[T]) -> T:
         """Return the sender's answer, of this kind. Raises Postponed, WeightsError when the sender refuses or
         is gone, ProtocolError."""
-        with WeightsError.instead_of(OSError, EOFError, text=f"weights {self.path}: the sender is gone"):
+        with WeightsError.instead_of(
+            OSError, EOFError, text=f"weights {self.path}: the connection to the sender was lost"
+        ):
             answer = await messages.ask_question(self.reader, self.writer, question)
         if isinstance(answer, messages.Refused):
             text = f"weights {self.path}: {answer.reason}"
             raise Postponed(text) if answer.postponed else WeightsError(text)
         if not isinstance(answer, kind):
-            raise ProtocolError(f"weights: received a {type(answer).__name__}, expected a {kind.__name__}")
+            raise ProtocolError(f"weights: expected {kind.__name__}, received {type(answer).__name__}")
         return answer
 
 
@@ -96,9 +98,9 @@ class Push:
                 raise
 
             raise WeightsError(
-                f"weights.transport=collective: the trainer has NCCL {self.trainer_nccl}, the server "
-                f"{server_nccl[1]}, but they must be the same: install the same version of torch in both "
-                "environments, or set weights.transport=disk"
+                f"weights.transport=collective: the trainer uses NCCL {self.trainer_nccl}, but the server "
+                f"uses {server_nccl[1]}; install the same version of torch in both environments, or set "
+                "weights.transport=disk"
             ) from error
 
 
@@ -151,7 +153,7 @@ class Receiver:
         for path in paths:
             address = urlsplit(path)
             if address.scheme != "tcp" or not address.hostname or not address.port:
-                raise WeightsError(f"weights {path}: not the address of a sender (tcp://host:port)")
+                raise WeightsError(f"weights {path}: not a sender's address; expected tcp://host:port")
 
         # A sender on the server's machine, if there is one.
         local_paths = [path for path in paths if _is_local(path)] if _is_local(self.server.url) else []
@@ -164,7 +166,7 @@ class Receiver:
             connection = None
         if connection is None:
             address = urlsplit(path)
-            with WeightsError.instead_of(OSError, text=f"weights {path}: the sender cannot be reached"):
+            with WeightsError.instead_of(OSError, text=f"weights {path}: cannot connect to the sender"):
                 streams = await asyncio.open_connection(address.hostname, address.port)
             connection = self._connection = SenderConnection(path, *streams)
 
@@ -187,7 +189,7 @@ class Receiver:
                 )
         elif plan.group != connection.group:
             raise ProtocolError(
-                f"weights {ref.path}: a push over group {plan.group}, which the server has not joined"
+                f"weights {ref.path}: the push uses group {plan.group}, which the server has not joined"
             )
 
         return Push(

@@ -44,9 +44,9 @@ def kinds_not_served(path: str) -> dict[str, str]:
         elif kind in FUSED_WITH_QUERIES and has_unknown_gates:
             reasons[kind] = "servers expect queries without an output gate"
         elif kind in EXPERT_KINDS and has_experts:
-            reasons[kind] = "servers would mistake the adapters for those of experts"
+            reasons[kind] = "servers would mistake these adapters for expert adapters"
         elif len(shapes) > 1:
-            reasons[kind] = "servers support only one shape for all layers of a kind"
+            reasons[kind] = "servers require all layers of this kind to have the same shape"
 
     return reasons
 

@@ -201,21 +201,19 @@ def check_engine_server(config: RunConfig, url: str, info: ServerInfo, model: Mo
     """Raise ConfigError if the server does not fit the run."""
     if config.shifts and not (info.enable_memory_saver and info.max_total_num_tokens):
         missing_feature = (
-            "max_total_num_tokens in its info" if info.enable_memory_saver else "--enable-memory-saver"
+            "max_total_num_tokens in /server_info" if info.enable_memory_saver else "--enable-memory-saver"
         )
-        raise ConfigError(
-            f"server {url} cannot sleep, as engine.colocated requires: it lacks {missing_feature}"
-        )
+        raise ConfigError(f"engine.colocated: server {url} cannot sleep, because it lacks {missing_feature}")
 
     if config.weights.transport != "disk" and info.dp_size != 1:
         raise ConfigError(
             f"server {url} has --dp-size {info.dp_size}, but weights.transport={config.weights.transport} "
-            "needs 1: start a server for each replica, or set weights.transport=disk"
+            "requires 1; start a server for each replica, or set weights.transport=disk"
         )
 
     if config.trainer.router_replay and not info.enable_return_routed_experts:
         raise ConfigError(
-            f"server {url} does not return routed experts: start it with "
+            f"server {url} does not return routed experts; start it with "
             "--enable-return-routed-experts, or set trainer.router_replay=false"
         )
 
@@ -232,7 +230,7 @@ def check_engine_server(config: RunConfig, url: str, info: ServerInfo, model: Mo
     if lent_scorers and Path(model.model_path).resolve() != Path(config.model.path).resolve():
         raise ConfigError(
             f"server {url} was started with {model.model_path}, and a restart would load those weights "
-            f"again: for scorers.{', '.join(lent_scorers)}.urls=[engines], start it with model.path "
+            f"again; for scorers.{', '.join(lent_scorers)}.urls=[engines], start it with model.path "
             f"({config.model.path})"
         )
 
@@ -249,11 +247,14 @@ def _check_room(config: RunConfig, url: str, info: ServerInfo, *, prompted: bool
     policy_tokens = config.rollout.max_tokens
     prompt_tokens = len(config.kl.prompt.encode()) if prompted else 0
     if input_limit is not None and input_limit < policy_tokens + prompt_tokens:
-        remedy = "lower max_tokens, or start the server with a larger --context-length or --max-total-tokens"
-        prompt_note = f", and kl.prompt may take {prompt_tokens} more" if prompt_tokens else ""
+        remedy = (
+            "lower rollout.max_tokens, or start the server with a larger --context-length or "
+            "--max-total-tokens"
+        )
+        prompt_note = f" and kl.prompt may add {prompt_tokens}" if prompt_tokens else ""
         raise ConfigError(
             f"server {url} has room for {input_limit} tokens, but rollout.max_tokens is {policy_tokens}"
-            f"{prompt_note}: {remedy}"
+            f"{prompt_note}; {remedy}"
         )
 
 
@@ -281,7 +282,7 @@ def _check_adapters(config: RunConfig, url: str, info: ServerInfo) -> None:
 
     if missing := [argument for argument, lacking in is_lacking.items() if lacking]:
         raise ConfigError(
-            f"server {url} cannot load this run's adapters: start it with {' '.join(missing)}, or set "
+            f"server {url} cannot load this run's adapters; start it with {' '.join(missing)}, or set "
             "weights.adapters=false"
         )
 
@@ -295,7 +296,7 @@ def _differences(own_config: Any, url: str, info: ServerInfo, model: ModelInfo) 
     try:
         their_text_config = _model_config(info.model_path).get_text_config()
     except ConfigError as error:
-        log.warning("server %s: the sizes of its model could not be compared: %s", url, error)
+        log.warning("server %s: cannot compare the dimensions of its model: %s", url, error)
     else:
         own_text_config = own_config.get_text_config()
         compared_values += [
@@ -311,5 +312,5 @@ def _differences(own_config: Any, url: str, info: ServerInfo, model: ModelInfo) 
 
 
 def _model_config(path: str) -> Any:
-    with ConfigError.instead_of(OSError, ValueError, text=f"model {path}: no usable config.json"):
+    with ConfigError.instead_of(OSError, ValueError, text=f"model {path} has no usable config.json"):
         return AutoConfig.from_pretrained(path, local_files_only=True)

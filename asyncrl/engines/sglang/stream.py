@@ -96,7 +96,7 @@ def decode_event(payload: bytes) -> StreamEvent:
         event = _decode(payload)
         server_error = msgspec.json.decode(event.error) if event.error else None
     except UNDECODABLE as error:  # no `instead_of`, which takes longer than decoding
-        raise EngineError(f"cannot parse a server's answer ({one_line(error)})") from None
+        raise EngineError(f"cannot parse the server's response ({one_line(error)})") from None
 
     if event.error:
         raise _server_failure(
@@ -154,7 +154,7 @@ class StreamedTurn:
             self.tokens += new_tokens
         else:
             lost_tokens = total_tokens - len(self.tokens) - len(new_tokens)
-            raise EngineError(f"the server's stream lost {lost_tokens} of {total_tokens} tokens")
+            raise EngineError(f"{lost_tokens} of {total_tokens} tokens are missing from the server's stream")
 
         self.prompt_tokens = max(self.prompt_tokens, meta.prompt_tokens)
         self.cached_tokens = max(self.cached_tokens, meta.cached_tokens)
@@ -247,7 +247,7 @@ class StreamedTurn:
 
 
 def _server_failure(status: int | None, text: str) -> EngineError:
-    return _ERRORS.get(status, EngineError)(f"the server ended a request with {status}: {text}")
+    return _ERRORS.get(status, EngineError)(f"the server ended a request with status {status}: {text}")
 
 
 def _version_of_label(label: str) -> PolicyVersion:

@@ -118,14 +118,14 @@ class HttpTransport:
     ) -> AsyncIterator[bytes]:
         """Yield the payloads before `[DONE]`. Raises ServerGone for a stream that ends without this mark."""
         events = EventSplitter()
-        with self._as_server_gone(f"the stream of {path}", f"{silence:g} s"):
+        with self._as_server_gone(f"the stream from {path}", f"{silence:g} s"):
             async for chunk in response.content.iter_any():
                 for payload in events.feed(chunk):
                     if payload == _DONE_PAYLOAD:
                         return
                     yield payload
 
-        raise ServerGone(f"server {self.url}: the stream of {path} ended before its end mark")
+        raise ServerGone(f"server {self.url}: the stream from {path} ended prematurely")
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._http_session is None:
@@ -142,7 +142,9 @@ class HttpTransport:
         try:
             yield
         except TimeoutError as error:  # before ClientError: aiohttp's timeouts are both
-            raise ServerGone(f"server {self.url}: {request_name} got no answer within {deadline}") from error
+            raise ServerGone(
+                f"server {self.url}: {request_name} received no response within {deadline}"
+            ) from error
         except aiohttp.InvalidURL as error:
             raise ConfigError(f"server {self.url!r}: not a URL; expected http://host:port") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -150,7 +152,7 @@ class HttpTransport:
 
     def _error_for(self, path: str, status: int, content: bytes, failure: type[AsyncrlError]) -> AsyncrlError:
         text = error_text(content) or f"HTTP {status}"
-        description = f"server {self.url}: {path} answered {status}: {text}"
+        description = f"server {self.url}: {path} returned {status}: {text}"
         if status in (401, 403):
             return KeyRejected(f"{description}; check the API key and the admin key")
         if status == 503:

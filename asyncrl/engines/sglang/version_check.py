@@ -223,7 +223,7 @@ async def check_routes(config: RunConfig, server: ServerApi, version: str, score
     lacking = api.lacking(needed_routes(config, scorer))
     for path, fields in needed_answers(config, scorer).items():
         answer = await server.get_struct(path, dict[str, msgspec.Raw])
-        lacking += [f"{field} in the answer of {path}" for field in fields if field not in answer]
+        lacking += [f"{field} in the response from {path}" for field in fields if field not in answer]
 
     if lacking:
         raise _unfit(server, version, f"it lacks {', '.join(lacking)}")
@@ -237,17 +237,17 @@ async def check_behaviour(config: RunConfig, server: ServerApi, version: str, sc
         return
 
     check = BehaviourCheck(config, server)
-    steps: dict[str, Callable[[], Awaitable[None]]] = {"log-probs of a text": check.score}
+    steps: dict[str, Callable[[], Awaitable[None]]] = {"scoring a text": check.score}
     if not scorer and config.adapters_apart:
-        steps["a sampled request"] = check.sample
+        steps["sampling a request"] = check.sample
     elif not scorer:
-        steps[f"a request across a pause ({check.mode})"] = check.sample
+        steps[f"sampling a request across a pause ({check.mode})"] = check.sample
     if not scorer:
-        steps["the label of the weights"] = check.relabel
+        steps["relabeling the weights"] = check.relabel
     if not scorer and config.weights.transport != "disk" and not config.adapters_apart:
-        steps["a session of updates"] = check.open_session
+        steps["opening an update session"] = check.open_session
     if not scorer and config.adapters_apart:
-        steps["the list of adapters"] = check.list_adapters
+        steps["listing the adapters"] = check.list_adapters
 
     for step, run_step in steps.items():
         try:
@@ -256,12 +256,12 @@ async def check_behaviour(config: RunConfig, server: ServerApi, version: str, sc
         except PASSING_ERRORS:
             raise
         except TimeoutError:
-            raise _unfit(server, version, f"{step}: did not finish within {STEP_SECONDS:g} s") from None
+            raise _unfit(server, version, f"{step} took longer than {STEP_SECONDS:g} s") from None
         except AsyncrlError as error:
-            raise _unfit(server, version, f"{step}: {one_line(error)}") from error
+            raise _unfit(server, version, f"{step} failed: {one_line(error)}") from error
 
     log.warning(
-        "server %s runs SGLang %s (the tested version is %s). It supports what this run needs: %s",
+        "server %s runs SGLang %s (the tested version is %s) and passed these checks: %s",
         server.url,
         version,
         TESTED_VERSION,
@@ -297,7 +297,7 @@ class BehaviourCheck:
                 finally:
                     await self._server.resume()
                 if is_ready or not await self._server.ready():
-                    raise EngineError("/ready reports ready during a pause, or not ready after the pause")
+                    raise EngineError("/ready returned 200 during a pause, or 503 after the pause")
             meta_info = await sampling
         finally:
             sampling.cancel()
@@ -323,7 +323,7 @@ class BehaviourCheck:
         await self._server.relabel(label)
         new_label = await self._server.weight_label()
         if new_label != label:
-            raise EngineError(f"the label {label!r} is read back as {new_label!r}")
+            raise EngineError(f"the label {label!r} was read back as {new_label!r}")
 
     async def open_session(self) -> None:
         """Open and close a session of updates, within a pause as an update does: else requests hold it up."""
@@ -363,13 +363,13 @@ class BehaviourCheck:
     def _check_sampled(self, meta_info: MetaInfo) -> None:
         finish = meta_info.finish_reason
         if finish is None or (finish.type == "abort" and self.mode != "abort"):
-            raise EngineError(f"the request ended with {finish.type if finish else 'no reason'}")
+            raise EngineError(f"the request finished with reason {finish.type if finish else None!r}")
 
         count = len(meta_info.output_token_logprobs)
         if finish.type != "abort" and count != SAMPLED_TOKENS:
-            raise EngineError(f"the request has {count} of {SAMPLED_TOKENS} tokens")
+            raise EngineError(f"the server sampled {count} of {SAMPLED_TOKENS} tokens")
         if not meta_info.weight_version or (finish.type != "abort" and not meta_info.weight_versions):
-            raise EngineError("the answer lacks weight_version or weight_versions")
+            raise EngineError("the response lacks weight_version or weight_versions")
         _check_logprobs(tuple(token.logprob for token in meta_info.output_token_logprobs))
 
 

@@ -86,12 +86,12 @@ def decoding_problem(model: PreTrainedModel) -> str:
     except Exception as error:
         if is_passing_error(error):
             raise
-        return str(error) if isinstance(error, ConfigError) else f"it fails with {one_line(error)}"
+        return str(error) if isinstance(error, ConfigError) else f"sampling fails with {one_line(error)}"
 
     return (
         ""
         if gap < LOGPROB_TOLERANCE
-        else f"it gives log-probs that differ by {gap:.1e} from those of a plain forward pass"
+        else f"its log-probs differ by up to {gap:.1e} from those of a plain forward pass"
     )
 
 

@@ -427,7 +427,9 @@ def replace_weights(
         and not is_within(piece.parameter, unpublished_parts)
     )
     if unknown or missing:
-        raise WeightsError(f"weights do not match this model: unknown {unknown[:3]}, missing {missing[:3]}")
+        raise WeightsError(
+            f"weights do not match this model: unknown tensors {unknown[:3]}, missing tensors {missing[:3]}"
+        )
 
     copy_tensors(model_tensors, tensors)
 

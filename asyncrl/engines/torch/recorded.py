@@ -145,7 +145,7 @@ def _record_step(
         try:
             return torch.jit.trace(step, tensors, check_trace=False)
         except Exception as error:
-            log.info("the engine's steps could not be recorded: %s", one_line(error.__cause__ or error))
+            log.info("cannot record the engine's steps: %s", one_line(error.__cause__ or error))
             return step
         finally:
             set_verbosity(previous_verbosity)

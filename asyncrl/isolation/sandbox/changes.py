@@ -91,7 +91,7 @@ def _decode_entries(read_bytes: Callable[[int], bytes], max_bytes: int) -> Itera
             or "\0" in path
             or {"", ".", ".."} & {*path.split("/")}
         ):
-            raise ChangesError(f"the archive of changes has a bad entry: {path[:200]!r}")
+            raise ChangesError(f"the archive of changes contains an invalid entry: {path[:200]!r}")
         yield Entry(kind, path, mode, mtime_ns, b"".join(_read_parts(read_bytes, content_size)))
 
 
@@ -99,7 +99,7 @@ def _read_parts(read_bytes: Callable[[int], bytes], size: int) -> Iterator[bytes
     """Read exactly `size` bytes."""
     while size > 0:
         if not (part := read_bytes(min(size, CHUNK_BYTES))):
-            raise ChangesError("the archive of changes, or a file, ended too early")
+            raise ChangesError("the archive of changes, or a file, is incomplete")
         yield part
         size -= len(part)
 
@@ -122,7 +122,9 @@ def encode_request(max_bytes: int, top_directory: str, roots: Sequence[str], glo
     relative_roots = [os.path.relpath(root, top_directory) for root in roots or (top_directory,)]
 
     if any(path.startswith("../") or "\0" in path for path in relative_roots):
-        raise ValueError(f"only directories below {top_directory} have changes, not {roots!r}")
+        raise ValueError(
+            f"changes are collected only from directories below {top_directory}, not from {roots!r}"
+        )
     return json.dumps(
         (max_bytes, ["" if path == "." else path for path in relative_roots], list(globs))
     ).encode()
@@ -150,7 +152,7 @@ def read_file(_: str, __: int, source: bytes) -> None:
         data = file.read(max_bytes + 1) or b""
 
     if len(data) > max_bytes:
-        raise ChangesError(f"it has more than {max_bytes} bytes")
+        raise ChangesError(f"the file is larger than {max_bytes} bytes")
     frames.write_all(PIPE_FD, data)
 
 
@@ -200,7 +202,7 @@ class _Collector:
             parent = path
             path = _join_path(path, name)
             if os.path.islink(f"{self._top_directory}/{path}"):
-                raise ChangesError(f"{path} is a link; name the directory that it leads to")
+                raise ChangesError(f"{path} is a link; name the link's target directory instead")
 
             with _open_below(self._changed_fd, parent) as directory_fd:
                 status = _stat_entry(directory_fd, name)
@@ -300,7 +302,7 @@ class _Collector:
 
     def _refuse_if(self, exceeded: bool, limit_text: str) -> None:
         if exceeded:
-            raise ChangesError(f"the changes have more than {limit_text}")
+            raise ChangesError(f"the changes contain more than {limit_text}")
 
 
 def apply_changes(top_directory: str, _: int, source: bytes) -> None:

@@ -42,15 +42,15 @@ USER_SETTINGS = {  # for the sandbox's user namespace: outside, the user has one
 MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)  # tmpfs, ramfs
 
 FIRST_SANDBOX_UID = 0x70000000
-"""Root's sandboxes run as the user of this number plus the guard's process id, which no other process has."""
+"""Root's sandboxes run under a user ID of their own: this number plus the guard's process ID."""
 # The guard, the warden and the interpreter, which do not count against the code's limit.
 SUPERVISOR_PROCESSES = 3
 SANDBOX_HOME = "/sandbox"
 NEW_ROOT = "/proc"  # the new root is built here: /proc exists everywhere, and no path below it is shown
 SHELL_PATHS = ("/bin/bash", "/bin/sh")
 DEVICE_SOURCES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
-"""Name inside: device outside. /dev/zero is /dev/full, which also reads as zeros but cannot be mapped: no
-limit counts mapped memory of /dev/zero."""
+"""Maps names in the sandbox to devices outside. /dev/zero is /dev/full, which also reads as zeros but cannot
+be mapped, because no limit counts memory mapped from /dev/zero."""
 ROOT_LINKS = {
     "tmp": SANDBOX_HOME,
     "dev/shm": SANDBOX_HOME,
@@ -358,7 +358,7 @@ def _is_memory_file_system(directory: str, notes: list[str]) -> bool:
     raise_errno(libc.statfs(os.fsencode(directory), status_buffer), "statfs")
     if int.from_bytes(status_buffer.raw[:4], "little") not in MEMORY_FILE_SYSTEMS:
         return False
-    notes.append(f"{directory} is in memory: set TMPDIR to a directory on a disk")
+    notes.append(f"{directory} is in memory; set TMPDIR to a directory on disk")
     return True
 
 

@@ -18,13 +18,13 @@ REPLY_HEADER = struct.Struct("!Bi?QI")
 HELLO = struct.Struct("!BI")  # bits of the guarantees in force (see GUARANTEES), bytes of the notes
 
 ISOLATION = ("network", "files", "processes", "orphans", "memory")
-"""The isolation of a sandbox, in the order of the bits. The code cannot use: any network but an empty
-network of the sandbox; files but the shown files; more processes than allowed; processes that outlive the
-sandbox; memory that no limit counts, such as files without a directory, shared segments and new file
-systems."""
+"""The isolation of a sandbox, in the order of the bits. The code cannot use any network except the
+sandbox's own empty network, files other than the shown files, more processes than allowed, processes that
+outlive the sandbox, or memory that no limit counts, such as files without a directory, shared segments and
+new file systems."""
 
 GUARANTEES = (*ISOLATION, "root", "resident", "listener")
-"""The isolation, and beside it: a separate root, a measure of all memory, a socket that listens inside."""
+"""The isolation, a separate root, a measurement of all memory, and a socket that listens in the sandbox."""
 
 COLLECT = b"t"
 APPLY = b"g"
@@ -33,8 +33,8 @@ READ = b"r"
 MAX_SOURCE_BYTES = {b"c": 60_000, b"p": 4 << 20, b"s": 60_000, b"e": 1 << 20} | dict.fromkeys(
     (COLLECT, APPLY, WRITE, READ), 1 << 20
 )
-"""Kinds of a request (cell, program, shell, exec; collect or apply changes; write or read a file) and the
-bytes that a source may have: a cell is sent without waiting for the reader, a command is one argument."""
+"""Kinds of request (cell, program, shell, exec; collect or apply changes; write or read a file) and the size
+limit of the source in bytes: a cell is sent without waiting for the reader, and a command is one argument."""
 
 
 class RunEnding(enum.StrEnum):
@@ -100,7 +100,9 @@ class RunReply(NamedTuple):
 def exec_source(words: Sequence[str], environment: Mapping[str, str], directory: str) -> bytes:
     """Encode a program as the source of a request. ValueError: a text contains a NUL."""
     if any("\0" in text for text in (directory, *words, *environment, *environment.values())):
-        raise ValueError("the words, the environment or the directory of a program contains a NUL character")
+        raise ValueError(
+            "the arguments, environment and directory of a program must not contain NUL characters"
+        )
     return json.dumps((list(words), dict(environment), directory)).encode()
 
 

@@ -43,7 +43,7 @@ def copy_layers(layers: Sequence[str], uid: int) -> list[int]:
     if owner_status.st_uid != uid:
         if os.geteuid() != 0:
             raise PermissionError(
-                f"{layers[0]} belongs to another user: import the image as the user who runs it"
+                f"{layers[0]} belongs to another user; import the image as the user who runs the sandbox"
             )
         user_namespace = _make_mapped_namespace(owner_status, uid)
 
@@ -56,7 +56,7 @@ def copy_layers(layers: Sequence[str], uid: int) -> list[int]:
                 kernel.set_attributes(layer_mounts[-1], "", kernel.ID_MAP, user_namespace)
             except OSError as error:
                 advice = (
-                    "this file system cannot map users: keep images on another file system, or do not run as "
+                    "this file system cannot map users; keep images on another file system, or do not run as "
                     "root"
                 )
                 raise OSError(error.errno, advice, layer) from error
@@ -85,7 +85,7 @@ def _make_mapped_namespace(owner_status: os.stat_result, uid: int) -> int:
     child_socket.close()
     _, ancillary, *_ = parent_socket.recvmsg(1, CMSG_SPACE(4), MSG_CMSG_CLOEXEC)
     if not ancillary:
-        raise PermissionError("no user namespace to map the image's files in")
+        raise PermissionError("cannot create a user namespace in which to map the image's files")
 
     process_fd = int.from_bytes(ancillary[0][2], "little")
     for name, inside_id in (("uid_map", owner_status.st_uid), ("gid_map", owner_status.st_gid)):

@@ -23,7 +23,7 @@ MAX_SHOWN_FRAMES = 6
 CELL_HEADER = struct.Struct("!II")  # number of the cell, bytes of its source, which follows
 CELL_REPLY = struct.Struct("!I?")  # number of the cell, whether it raised
 CELL_SOURCES: dict[str, str] = {}
-"""Sources of the cells, by the file name of the cell in tracebacks."""
+"""Sources of the cells, by the cell's file name in tracebacks."""
 THIS_FILE = (lambda: 0).__code__.co_filename
 IGNORE_SIGNAL = lambda *_: None  # noqa: E731 (a handler, as started programs inherit SIG_IGN)
 

@@ -46,7 +46,7 @@ from asyncrl.isolation.sandbox.imaging import ETC_FILES
 
 START_SECONDS = 20.0
 LATE_SECONDS = 5.0
-"""The warden may answer so long after a run's time: one second of grace, and a busy machine."""
+"""Delay of the warden's answer after a run's time limit: one second of grace, and time for a busy machine."""
 MOVE_SECONDS = 60.0  # to move a file or the changes
 END_SECONDS = 2.0  # to end after SIGTERM, and again after SIGKILL
 CLEAN_SECONDS = 5.0  # the owner waits so long for a directory to be emptied
@@ -57,8 +57,8 @@ SANDBOX_FILES = (
     *(f"/etc/{name}" for name in ETC_FILES),
 )
 MISSING_TEXTS = {
-    "resident": "no process namespace and /proc, to measure `resident` in",
-    "listener": "no network namespace to listen in",
+    "resident": "no process namespace with /proc in which to measure `resident`",
+    "listener": "no network namespace in which to listen",
 }
 SYSTEM_DIRECTORIES = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
@@ -70,7 +70,7 @@ CODE_ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",  # each arena takes 128 MiB of address space, which counts as memory
 }
-"""All environment variables of the code: keys and tokens of the trainer's environment are left out."""
+"""All environment variables of the code: keys and tokens from the trainer's environment are left out."""
 
 
 class Jail:
@@ -272,7 +272,7 @@ class Jail:
 
     async def _ask_warden(self, request: frames.RunRequest, streams: list[int] | None = None) -> RunResult:
         if len(request.source) > (max_bytes := frames.MAX_SOURCE_BYTES[request.kind]):
-            raise ValueError(f"the code has {len(request.source)} bytes; at most {max_bytes} can be run")
+            raise ValueError(f"the code has {len(request.source)} bytes, but at most {max_bytes} can be run")
 
         async with self._run_lock:
             if self._closed:
@@ -376,7 +376,9 @@ class Jail:
             required.add("listener")
 
         if self._image and "root" not in guarantees:
-            raise SandboxError(f"sandboxes cannot use images here: {self.notes} (docs/guides/tasks.md)")
+            raise SandboxError(
+                f"sandboxes on this machine cannot use images: {self.notes} (docs/guides/tasks.md)"
+            )
         if missing := sorted(required - guarantees):
             lacking_texts = ", ".join(MISSING_TEXTS.get(name, f"no {name} isolation") for name in missing)
             raise SandboxError(

@@ -56,13 +56,13 @@ ABSENT_CALLS: dict[str, Numbers] = {
     "landlock_create_ruleset": (444, 444),  # a ruleset may have any number of rules
     "landlock_add_rule": (445, 445),
 }
-"""System calls that are refused as missing from this kernel: programs then work without the calls."""
+"""System calls that fail as if this kernel lacked them; programs then work without these calls."""
 
 PIPE_CALLS: dict[str, Numbers] = {
     "splice": (275, 76),  # a byte in a pipe keeps the page of a file alive
     "tee": (276, 77),
 }
-"""System calls that are refused as for files without support: programs then read and write."""
+"""System calls that fail as for files that do not support them; programs then read and write instead."""
 
 ATTRIBUTE_CALLS: dict[str, Numbers] = {
     "setxattr": (188, 5),
@@ -70,8 +70,8 @@ ATTRIBUTE_CALLS: dict[str, Numbers] = {
     "fsetxattr": (190, 7),
     "setxattrat": (463, 463),
 }
-"""System calls that are refused as by a file system without attributes: tmpfs does not count access control
-lists."""
+"""System calls that fail as on a file system without extended attributes, because tmpfs does not count access
+control lists."""
 
 REFUSED_CALLS = (
     (FORBIDDEN_CALLS, errno.EACCES),
@@ -85,7 +85,7 @@ WARDEN_ONLY_CALLS: dict[str, Numbers] = {
     "landlock_restrict_self": (446, 446),
     "seccomp": (317, 277),  # a process may hold megabytes of filters
 }
-"""System calls that are refused to the code, but not to the warden, which needs them to start the code."""
+"""System calls that are forbidden to the code, but not to the warden, which needs them to start the code."""
 
 SOCKET: Numbers = (41, 198)
 SOCKETPAIR: Numbers = (53, 199)

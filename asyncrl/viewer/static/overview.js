@@ -150,7 +150,7 @@ function bar(parts) {
 
 /** From issued to trained, and those that are not trained; each count leads to its episodes. */
 function flow({ flow: counts, running, reasons, conserved }) {
-  if (!counts.issued) return empty("Flow of episodes", "No episodes issued yet.");
+  if (!counts.issued) return empty("Episode flow", "No episodes issued yet.");
   const box = (name) => {
     const count = counts[name] ?? 0, where = (STATES[name] ?? [name]).map((state) => ["state", "=", state]);
     const now = name === "in_flight" && running ? `, ${number(running)} running` : "";
@@ -161,7 +161,7 @@ function flow({ flow: counts, running, reasons, conserved }) {
   };
   const arrow = () => make("span", { class: "dim", "aria-hidden": "true" }, "→");
   const why = Object.entries(reasons).map(([reason, count]) => `${number(count)} ${reason}`).join(", ");
-  return card("Flow of episodes",
+  return card("Episode flow",
     make("div", { class: "strip" }, ...STRIP.flatMap((name, at) => [at > 0 && arrow(), box(name)])),
     make("div", { class: "strip exits" }, make("span", { class: "dim" }, "not trained:"),
       ...EXITS.map(box), make("span", { class: "dim small" }, why)),

@@ -77,7 +77,7 @@ def test_inputs_are_left_alone() -> None:
 
 def test_remax_is_the_return_less_that_of_the_greedy_episode() -> None:
     assert of("remax", episode([0.25, 0, 1], [0, 1, 1], greedy=0.5)) == [0.75, 0.5, 0.5]
-    with pytest.raises(ProtocolError, match="remax: an episode lacks the reward of its greedy episode"):
+    with pytest.raises(ProtocolError, match="remax: an episode has no reward from a greedy episode"):
         of("remax", episode([1.0]))
 
 
@@ -109,7 +109,7 @@ def test_gae_by_hand(options: dict[str, float], wanted: list[float]) -> None:
 
 
 def test_gae_without_values_says_so() -> None:
-    with pytest.raises(ProtocolError, match="gae: an episode lacks the values of the critic"):
+    with pytest.raises(ProtocolError, match="gae: an episode has no values from the critic"):
         of("gae", episode([1.0]))
 
 
@@ -283,7 +283,7 @@ def test_one_bad_log_prob_does_not_spoil_the_group() -> None:
 
 
 def test_without_its_group_it_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="optimal_token_baseline: an episode lacks the traces"):
+    with pytest.raises(ProtocolError, match="optimal_token_baseline: an episode has no traces"):
         of("optimal_token_baseline", episode([1.0]))
 
 

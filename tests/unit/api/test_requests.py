@@ -103,7 +103,7 @@ def test_a_text_for_a_group_chooses_its_file(tmp_path: Path) -> None:
 
 
 def test_sft_refuses_another_algorithm(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="asyncrl sft sets algorithm=sft; for algorithm=rloo use"):
+    with pytest.raises(ConfigError, match="asyncrl sft sets algorithm=sft; for algorithm=rloo, use"):
         compose_sft(request_of(tmp_path, algorithm="rloo").overrides, None)
 
 
@@ -158,7 +158,7 @@ def test_tables_are_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "keywords", "problem"),
     [
-        (["trainer.lr"], {}, "'trainer.lr' is not an override; write KEY=VALUE"),
+        (["trainer.lr"], {}, "'trainer.lr': not an override; write KEY=VALUE"),
         ([3], {}, "3: unexpected type int; settings must be strings or dicts"),
         ([], {"train": [ROWS[0], "a text"]}, "data.train[1]: unexpected type str; each row must be a dict"),
         ([], {"train": []}, "data.train: no rows"),
@@ -169,7 +169,7 @@ def test_tables_are_rows(tmp_path: Path) -> None:
             {"train": [{"prompt": "x", "weight": float("nan")}]},
             "data.train[0].weight: Out of range float",
         ),
-        ([], {"train": closed_rows()}, "data.train: the rows cannot be read (ValueError: I/O operation on"),
+        ([], {"train": closed_rows()}, "data.train: reading the rows failed (ValueError: I/O operation on"),
         ([], {"reward": object()}, "rollout.reward: unexpected type object; pass a function or a class"),
         ([], {"reward": 3}, "rollout.reward: unexpected type int; pass a function or a class"),
         ([], {"reward": [scored]}, "rollout.reward: unexpected type list; pass a function or a class"),
@@ -209,13 +209,13 @@ def test_rows_may_mix_types_in_what_is_free_and_in_nothing_else(tmp_path: Path) 
         (path,) = request_of(
             tmp_path, train=[*rows, {"prompt": prompt, "ground_truth": "4"}]
         ).saved_files.values()
-        with pytest.raises(ConfigError, match=f"sample 2: column prompt {problem}") as raised:
+        with pytest.raises(ConfigError, match=f"sample 2: the prompt column {problem}") as raised:
             load_samples(path)
         assert "\n" not in str(raised.value)
 
 
 def test_a_directory_without_runs_names_the_argument(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such directory; set run_dir= to the parent of run directories"):
+    with pytest.raises(ConfigError, match="no such directory; set run_dir= to the directory that contains"):
         asyncrl.open_run("a", run_dir=tmp_path / "none")
 
 

@@ -225,12 +225,12 @@ def test_other_code_has_another_path(results: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("with_table", "with_table uses table, of type object: make it a column of the rows"),
-        ("with_gone", "with_gone uses missing_name, which is not (or is no longer) defined"),
+        ("with_table", "with_table uses table, which is of type object; add it to the rows as a column"),
+        ("with_gone", "with_gone uses missing_name, which is not defined (any more)"),
         ("inner", "outer.<locals>.inner is defined inside another function or class"),
         ("nameless", "a lambda cannot be loaded by name; write a function"),
         ("old_plain", "plain in __main__ has been replaced or removed"),
-        ("by_assignment", "by_assignment is changed after its definition; decorate it there"),
+        ("by_assignment", "by_assignment was changed after its definition; put the change in a decorator"),
         ("table", "unexpected type object; pass a function or a class"),
     ],
 )
@@ -266,4 +266,6 @@ except Exception as error:
 """
     shell = subprocess.run([sys.executable], input=code, capture_output=True, text=True, timeout=60)
     if sys.version_info < (3, 13):
-        assert "rollout.reward: score is typed at a prompt that keeps no source" in shell.stdout, shell.stderr
+        assert "rollout.reward: score was typed at a prompt that does not keep the source" in shell.stdout, (
+            shell.stderr
+        )

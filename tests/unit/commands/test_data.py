@@ -88,7 +88,7 @@ def test_gsm8k_of_a_directory_with_both_splits(
     output = written(capsys, "gsm8k", "--source", str(copy), "--out", str(tmp_path / "out"))
     assert (
         '"train": 2, "test": 1' in output
-        and "train: 1 rows were left out, because their answers cannot be scored" in output
+        and "train: left out 1 row, because its answer cannot be scored" in output
     )
     assert "rollout.reward=gsm8k'" in output
     eggs, down = load_samples(tmp_path / "out" / "train.parquet")
@@ -156,13 +156,13 @@ def test_what_cannot_be_prepared_is_said_on_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = ("--out", str(tmp_path))
-    assert "gsm9k is not a data set; choose from gsm8k, math" in refused(capsys, "gsm9k", *out)
+    assert "gsm9k: no such data set; choose from gsm8k, math" in refused(capsys, "gsm9k", *out)
     other = saved(tmp_path / "other.parquet", MATH)
     line = refused(capsys, "gsm8k", "--source", other, *out)
-    assert "no column question, answer (found: problem, level, type, solution)" in line
+    assert "missing columns: question, answer (found: problem, level, type, solution)" in line
     gone = refused(capsys, "gsm8k", "--source", str(tmp_path / "gone"), *out)
     assert "the split 'train' cannot be loaded" in gone and "with --source" in gone
-    assert "'nope' is not a reasoning-gym task" in refused(capsys, "reasoning_gym:nope", *out)
+    assert "nope: no such reasoning-gym task" in refused(capsys, "reasoning_gym:nope", *out)
     options = ("--config", '{"gcd": {"x": 1}}')
     assert "--config: gcd rejects {'x': 1}" in refused(capsys, "reasoning_gym:gcd", *options, *out)
     assert "a JSON object" in refused(capsys, "reasoning_gym:gcd", "--config", "{", *out)

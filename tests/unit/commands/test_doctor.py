@@ -85,8 +85,8 @@ def test_the_doctor_shows_what_the_model_reads_and_names_a_check_once_in_a_line(
 ) -> None:
     assert cli.main(["doctor", *given.overrides]) == 0
     text = capsys.readouterr().out
-    assert lines(text, "ok")["sample"].startswith("an empty text as the answer")
-    assert text.endswith(" 0 error, 0 skipped\n") and "tensors of a trainer rank" in text
+    assert lines(text, "ok")["sample"].startswith("as an answer, an empty text scores")
+    assert text.endswith(" 0 errors, 0 skipped\n") and "tensors of a trainer rank" in text
     assert "4 samples" in text and "<|im_start|>user" in text and "a turn ends with <|im_end|> (" in text
 
 

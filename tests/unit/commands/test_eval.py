@@ -120,7 +120,7 @@ def test_a_model_and_runs_in_directories_of_any_name_are_evaluated(run_dir: Path
 
 def test_a_run_of_another_version_is_refused_with_its_file(run_dir: Path) -> None:
     (run_dir / "config.yaml").write_text("name: x\nolder: 1\n")
-    with pytest.raises(ConfigError, match=r"mine/config.yaml: cannot be read by this version"):
+    with pytest.raises(ConfigError, match=r"mine/config.yaml: this version of asyncrl cannot read"):
         resolve_target("mine", run_dir.parent)
 
 

@@ -116,10 +116,9 @@ def test_two_runs_give_the_law_and_one_a_guess(
     one, few = (str(make_run(tmp_path, name, slots)) for name, slots in runs)
     assert cli.main(["plan", one, few]) == 0
     text = capsys.readouterr().out
-    assert "a token takes 20 ms + 1 ms per" in text and "is assumed" not in text
+    assert "a token takes 20 ms, plus 1 ms per" in text and "are assumed" not in text
     assert (
-        "bottleneck: trainer" in text
-        and "an episode takes 100 ms of training on one rank, a step 0.2 s" in text
+        "bottleneck: trainer" in text and "training takes 100 ms per episode on one rank, plus 0.2 s" in text
     )
     seconds = next(line.split() for line in text.splitlines() if line.startswith("seconds per step "))
     assert float(seconds[-2]) == pytest.approx(TRAIN + COMMIT + 0.86, rel=0.02) and seconds[-1] == "4"
@@ -131,7 +130,7 @@ def test_two_runs_give_the_law_and_one_a_guess(
     text = capsys.readouterr().out
     assert (
         "  trainer 30%, pushes 0%\n" in text
-        and "is assumed" in text
+        and "are assumed" in text
         and "3 devices" in text
         and "measured\n" not in text
     )
@@ -147,14 +146,14 @@ def test_devices_are_split_or_shared(
     assert cli.main(["plan", run_dir, "--devices", "1"]) == 0
     text = capsys.readouterr().out
     assert (
-        "not measured: a push plus 0 GB of weights and optimizer state both ways at 10 GB/s per rank" in text
+        "a push plus 0 GB of weights and optimizer state moved in both directions at 10 GB/s per rank" in text
     )
     assert text.splitlines()[-1].startswith(
         "use rollout.workers=1 trainer.ranks=1 engine.colocated=1: the only option with these devices"
     )
     assert cli.main(["plan", run_dir, "--devices", "2", "--shift", "9"]) == 0
     text = capsys.readouterr().out
-    assert "both device changes 9 s (as given by --shift)" in text
+    assert "two device changes take 9 s (set by --shift)" in text
     assert "use rollout.workers=1 trainer.ranks=1: " in text and "because shifts leave more idle" in text
     assert [line.split()[0] for line in text.splitlines() if line.count("|") == 2] == ["devices", "1", "2"]
     assert cli.main(["plan", run_dir, "engine.colocated=1"]) == 0, "one device, which cannot be split"
@@ -171,8 +170,8 @@ def test_one_split_is_recommended(
     monkeypatch.setattr(forecast, "time_savings", lambda *_: {"trainer": 0.3})
     assert cli.main(["plan", str(make_run(tmp_path, "one", 16)), "--devices", "3", "--shift", "9"]) == 0
     out, err = capsys.readouterr()
-    taken = re.search(r"^use (rollout.workers=\d trainer.ranks=\d):", out, re.MULTILINE)
-    assert taken and out.splitlines()[-1].startswith(f"{taken[1]} rollout.slots=")
+    suggestion = re.search(r"^use (rollout.workers=\d trainer.ranks=\d):", out, re.MULTILINE)
+    assert suggestion and out.splitlines()[-1].startswith(f"{suggestion[1]} rollout.slots=")
     assert len({*re.findall(r"workers=\d trainer.ranks=\d", out)}) == 1
     tried = out.partition("tokens/s  s/step")[2].splitlines()[1:-2]
     assert len({tuple(line.split()[:2]) for line in tried}) == 1 and len(tried) > 3
@@ -185,13 +184,13 @@ def test_what_cannot_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for arguments, expected_error in {
         (str(run_dir), "--tail", "0"): "use a factor above 0",
         (str(run_dir), "--devices", "1", "engine.name=sglang", "engine.tp=2"): "too few for an engine",
-        ("nothing", "--run-dir", str(tmp_path)): "no run 'nothing'",
+        ("nothing", "--run-dir", str(tmp_path)): "no run is named 'nothing'",
     }.items():
         assert cli.main(["plan", *arguments]) == 2
         assert expected_error in capsys.readouterr().err
     (run_dir / "timeline" / "rollout-0.jsonl").unlink()
     assert cli.main(["plan", str(run_dir)]) == 2
-    assert "no sampled turns recorded" in capsys.readouterr().err
+    assert "the run has not recorded any sampled turns" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("code", "exits"), [(FAILED, 1), (BAD_INPUT, 1), (INTERRUPTED, 130)])

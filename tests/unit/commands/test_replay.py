@@ -39,11 +39,14 @@ def test_a_step_is_replayed_with_the_keys_of_its_launch(
     monkeypatch.setattr(replay, "_replay_steps", replayed)
     for given, named in (
         (["--step", "6"], []),
-        (["--step", "7"], ["after 0 were trained with other keys: seed: 0 → 3"]),
+        (["--step", "7"], ["after 0 were trained with different settings: seed: 0 → 3"]),
         (["--step", "8"], []),
-        (["--step", "3", "trainer.lr=0.1"], ["after 0 were trained with other keys: trainer.lr: 0.5 → 0.1"]),
+        (
+            ["--step", "3", "trainer.lr=0.1"],
+            ["after 0 were trained with different settings: trainer.lr: 0.5 → 0.1"],
+        ),
     ):
         assert cli.main(["replay", str(tmp_path / "x"), *given]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert [line.removeprefix("steps ") for line in lines if "other keys" in line] == named
+        assert [line.removeprefix("steps ") for line in lines if "different settings" in line] == named
     assert [one.seed for one in seen] == [0, 3, 3, 0] and seen[0] == config and seen[1] == later

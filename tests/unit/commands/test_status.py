@@ -105,7 +105,7 @@ def test_a_clock_that_was_set_ends_no_run(
         ({"outcome": "completed", "error": ""}, {"code": 0, "error": ""}, "completed"),
         ({"outcome": "failed", "error": "no worker"}, {"code": 1, "error": "no worker"}, "failed: no worker"),
         ({}, {"code": 1, "error": "rollout-0 exited with 3"}, "failed: rollout-0 exited with 3"),
-        ({}, {}, "killed: the launcher is gone"),
+        ({}, {}, "killed: the launcher exited"),
     ],
 )
 def test_after_an_end_why_it_ended(

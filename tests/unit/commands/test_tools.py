@@ -112,7 +112,7 @@ def test_a_class_is_shown_and_called_by_its_methods(
         (["{folder}", "--name=other"], 1, "no paper"),
         (["{folder}"], 2, "contains 2 tools; choose one with --name: diary, other"),
         (["{folder}", "--name=both"], 2, "has no tool 'both'; choose one with --name: diary, other"),
-        (["xyz"], 2, "unknown tool 'xyz'; known: calculator, expression_calculator, mcp"),
+        (["xyz"], 2, "unknown tool 'xyz'; available: calculator, expression_calculator, mcp"),
         (["calculater"], 2, "unknown tool 'calculater'; did you mean calculator"),
         (["{file}:Diary", "--option", "a"], 2, "write key=value"),
         (["{file}:Diary", "--option", "a=1"], 2, "takes no arguments"),

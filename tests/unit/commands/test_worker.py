@@ -29,7 +29,7 @@ def test_a_supervisor_that_joins_has_one_server_which_no_other_has() -> None:
 
 
 def test_a_server_that_cannot_be_used_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"engine.server_command: /nowhere/python is not a program"):
+    with pytest.raises(ConfigError, match=r"engine.server_command: no such program: '/nowhere/python'"):
         with_server(configured(server_command=["/nowhere/python"]), "")
     with pytest.raises(ConfigError, match=OWN):
         with_server(configured(), OWN)

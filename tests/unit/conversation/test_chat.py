@@ -135,7 +135,9 @@ def test_who_may_answer(name: str, role: str) -> None:
     message = Message(role, "so", tool_call_id=CALL.id, name=CALL.name)
     if role in family.refuses:
         for ask in (lambda: chat.delta_ids((message,), 0), lambda: chat.check_history("fork", [role])):
-            with pytest.raises(ConfigError, match=f"rejects the roles .*{role}|omits messages .*{role}"):
+            with pytest.raises(
+                ConfigError, match=f"rejects messages with the roles .*{role}|omits messages .*{role}"
+            ):
                 ask()
     elif role in family.appends:
         assert chat.delta_ids((message,), 0)
@@ -178,12 +180,14 @@ def test_a_token_that_the_template_reads_and_the_tokenizer_lacks() -> None:
     tokenizer = tokenizer_of.__wrapped__("qwen2.5")
     tokenizer.chat_template = "{{ bos_token }}" + str(tokenizer.chat_template)
     (warning,) = Chat(tokenizer).check_history("append", ["user"])
-    assert "uses bos_token, which the tokenizer lacks" in warning
+    assert "uses bos_token, but the tokenizer has none" in warning
 
 
 def test_arguments_that_are_no_json_are_refused() -> None:
     wrong = Message("assistant", "", (ToolCall("weather", "{", "call_0"),))
-    with pytest.raises(ConfigError, match=r"rejects the roles \(user, assistant\): JSONDecodeError"):
+    with pytest.raises(
+        ConfigError, match=r"rejects messages with the roles user, assistant: JSONDecodeError"
+    ):
         chat_of("qwen2.5").prompt_ids((Message("user", "?"), wrong))
 
 
@@ -275,7 +279,7 @@ def test_a_control_token_is_one_id_or_none() -> None:
     """A text that is read as several tokens must not make its first letter end turns."""
     tokenizer = Fake(lambda messages, opening: append_only(messages, opening).replace(";", "<end>"))
     tokenizer.all_special_tokens = ("#", "<end>")
-    with pytest.raises(ConfigError, match="does not end the assistant's turn"):
+    with pytest.raises(ConfigError, match="does not mark the end of the assistant's turn"):
         Chat(tokenizer)
 
 
@@ -303,10 +307,13 @@ def test_a_template_that_rewrites_late_is_found_out(part: str) -> None:
         (None, "no chat template"),
         (
             lambda messages, opening: "".join(m["content"] for m in messages),
-            "does not end the assistant's turn",
+            "does not mark the end of the assistant's turn",
         ),
-        (lambda messages, opening: "@a" * opening, "does not show the model's text"),
-        (lambda messages, opening: 1 // 0, r"rejects the roles \(user, assistant\): ZeroDivisionError"),
+        (lambda messages, opening: "@a" * opening, "omits the model's text"),
+        (
+            lambda messages, opening: 1 // 0,
+            r"rejects messages with the roles user, assistant: ZeroDivisionError",
+        ),
     ],
 )
 def test_unusable_templates_are_refused(template: Any, complaint: str) -> None:

@@ -187,7 +187,7 @@ def test_recorded_turns_that_do_not_fit_are_refused() -> None:
         resume_episode(rules(), sample(), OPENED, [turns[0], changed])
     with pytest.raises(ProtocolError, match="does not continue"):
         resume_episode(rules(), sample("another prompt"), OPENED, turns)
-    with pytest.raises(ProtocolError, match="does not answer"):
+    with pytest.raises(ProtocolError, match="does not match the turn"):
         resume_episode(
             rules(), sample(), OPENED, [msgspec.structs.replace(turns[0], replies=turns[0].replies * 2)]
         )

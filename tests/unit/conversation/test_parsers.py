@@ -71,7 +71,7 @@ def test_a_parser_of_the_user_takes_the_tools(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def old(text): ...\ndef new(text, tools): ...\n")
     assert load_parser(f"{tmp_path}/mine.py:new")
     with pytest.raises(
-        ConfigError, match=r"rollout\.parser: .* is not a parser; it must take \(text, tools\)"
+        ConfigError, match=r"rollout\.parser: .* is not a parser; a parser takes \(text, tools\)"
     ):
         load_parser(f"{tmp_path}/mine.py:old")
 
@@ -251,7 +251,9 @@ def test_a_turn_has_a_bounded_number_of_calls() -> None:
     assert not hermes(call * MAX_CALLS).errors
     parsed = hermes(call * (MAX_CALLS + 1))
     assert len(parsed.calls) == MAX_CALLS
-    assert parsed.errors == (f"a turn may have {MAX_CALLS} tool calls; what follows was not read",)
+    assert parsed.errors == (
+        f"a turn may have at most {MAX_CALLS} tool calls; any further calls were not read",
+    )
 
 
 def test_arguments_may_be_nested_only_so_deep() -> None:

@@ -57,7 +57,7 @@ def test_components_are_carried() -> None:
 @pytest.mark.parametrize("turns", [(0.0,), (0.0, 0.0, 0.0)])
 def test_another_number_of_turns_is_a_reward_error(turns: tuple[float, ...]) -> None:
     command = advance_episode(rules(), played([[0.0]]), EpisodeScored(RewardResult(1.0, turns))).command
-    detail = f"the reward function returned {len(turns)} turn rewards for an episode of 2 turns"
+    detail = f"the reward function must return a reward for each of the 2 turns, but returned {len(turns)}"
     assert command == Fail(FailReason.REWARD_ERROR, detail)
 
 

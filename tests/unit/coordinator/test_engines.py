@@ -485,16 +485,16 @@ def test_engines_score_for_a_scorer_without_servers_of_its_own(tmp_path: Path) -
 def test_new_episodes_wait_for_a_server_of_each_scorer_that_reads_turns(tmp_path: Path) -> None:
     teachers = {"teacher": {"urls": ["http://a", "http://b"]}, "teacher_b": {"path": "m", "sources": ["b"]}}
     setup = EngineSetup(tmp_path, {"reward": {"path": "m"}, **teachers})
-    assert setup.handler.missing_server == "a server that holds a published version"
+    assert setup.handler.missing_server == "a server that has loaded a published version"
     setup.serve(1)
-    for index, lacks in ((1, "a server of scorers.teacher_b"), (3, "")):
+    for index, lacks in ((1, "a scorers.teacher_b server"), (3, "")):
         peer = f"scorer/{index}/s".encode()
         assert setup.handler.missing_server
         setup.handler.welcome_supervisor(peer, SupervisorHello(index, "s", "http://a", pid=1), 0.0)
         setup.beat(peer, 0.0)
         assert setup.handler.missing_server == lacks
     setup.beat(peer, 0.0, SupervisorHeartbeat(healthy=False, starting=True))
-    assert setup.handler.missing_server == "a server of scorers.teacher_b" and setup.handler.can_sample
+    assert setup.handler.missing_server == "a scorers.teacher_b server" and setup.handler.can_sample
 
 
 def test_a_scorer_that_no_key_names_is_asked_to_end(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_token_lets_one_key_in_for_its_role_and_no_other(joining: Joining) -> 
 def test_a_token_is_of_use_once(joining: Joining) -> None:
     token = joining.token()
     joining.during(lambda: enrol(token))
-    with pytest.raises(ConfigError, match="rejects this token: it was used"):
+    with pytest.raises(ConfigError, match="rejects this token, which was used"):
         joining.during(lambda: enrol(token, DEADLINE))
 
 
@@ -136,7 +136,7 @@ def test_a_token_for_another_role_or_one_that_is_over_lets_nobody_in(
 ) -> None:
     token = joining.token(role, seconds)
     joining.token()  # a turn later
-    with pytest.raises(ConfigError, match="get a new one"):
+    with pytest.raises(ConfigError, match="get a new token"):
         joining.during(lambda: enrol(token, DEADLINE))
 
 

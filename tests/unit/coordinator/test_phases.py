@@ -74,7 +74,7 @@ def test_a_stop_without_its_checkpoint_is_not_clean(coordinator: Coordinator) ->
     tick(coordinator, 1600.0)
     assert (coordinator.lifecycle.phase, coordinator.lifecycle.outcome) == (Phase.CLOSED, "failed")
     error = coordinator.lifecycle.error
-    assert "without a checkpoint of step 52: none within launch.stop_timeout (600 s)" in error
+    assert "without a checkpoint at step 52: none was written within launch.stop_timeout (600 s)" in error
     assert "repeats the steps since the start" in error
 
 
@@ -130,7 +130,7 @@ def test_signs_of_life_alone_are_no_progress(coordinator: Coordinator) -> None:
         coordinator._on_control(RANK, TrainerHeartbeat(0, 0.0, 0.0, "trajectories of step 1"), [], float(now))
     beats(coordinator, PROGRESS + 20, in_time=True)
     assert coordinator.lifecycle.phase is Phase.STOPPING
-    assert "no episode has ended" in coordinator.lifecycle.error
+    assert "no episode has finished" in coordinator.lifecycle.error
 
 
 def rank(coordinator: Coordinator, now: float) -> None:
@@ -269,7 +269,7 @@ def test_batches_that_learn_nothing_end_the_run_with_a_checkpoint(coordinator: C
     coordinator.state.ledger.skipped_batches = 21
     tick(coordinator, 0.0)
     assert coordinator.lifecycle.phase is Phase.STOPPING
-    assert "made no optimizer step" in coordinator.lifecycle.error
+    assert "led to no optimizer step" in coordinator.lifecycle.error
 
 
 def test_first_attempts_that_all_fail_end_the_run_with_their_cause(coordinator: Coordinator) -> None:
@@ -305,7 +305,7 @@ def test_a_run_of_a_few_samples_all_of_whose_episodes_fail_has_failed(coordinato
     tick(coordinator, 0.0)
     assert (coordinator.lifecycle.outcome, coordinator.lifecycle.error) == (
         "failed",
-        "all episodes failed, and no data are left: 100 tokens; fix the cause, then start a new run",
+        "all episodes failed, and no samples are left: 100 tokens; fix the cause, then start a new run",
     )
 
 
@@ -324,7 +324,7 @@ def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(
 
     def order(epoch: int) -> list[int]:
         if epoch:
-            raise ConfigError("data.order: mine.py:hook of epoch 1 failed")
+            raise ConfigError("data.order: mine.py:hook, epoch 1: failed")
         return [0, 1, 2, 3]
 
     trained(coordinator, 3)
@@ -344,7 +344,7 @@ def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(
     tick(coordinator, 1.0)
     assert coordinator.lifecycle.outcome == "failed"
     assert coordinator.lifecycle.error == (
-        "data.order: mine.py:hook of epoch 1 failed; fix the error, then continue with resume=auto"
+        "data.order: mine.py:hook, epoch 1: failed; fix the error, then continue with resume=auto"
     )
 
 
@@ -355,5 +355,5 @@ def test_a_run_begins_as_late_as_a_trainer_that_repeats_steps_needs(coordinator:
     life._deadline = 10.0
     coordinator.state.fleet.liveness.note_alive(20.0)
     life.advance_phase(20.0 + start)
-    with pytest.raises(ProtocolError, match=r"^not started within .*: "):
+    with pytest.raises(ProtocolError, match=r"^the run did not start within .*: "):
         life.advance_phase(21.0 + start)

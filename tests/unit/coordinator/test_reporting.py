@@ -175,12 +175,12 @@ def test_checkpoints_that_cannot_be_written_are_an_alert_until_one_is(reporter: 
     trainer.note_heartbeat(b"trainer/1/y", TrainerHeartbeat(1, 0, 0, checkpoint_problem=problem), 0.0)
     assert alerts() == []
     trainer.note_heartbeat(b"trainer/0/y", TrainerHeartbeat(0, 0, 0, checkpoint_problem=problem), 0.0)
-    assert alerts() == [f"{problem}; the newest checkpoint is of step 0"]
+    assert alerts() == [f"{problem}; the newest checkpoint is from step 0"]
     assert read_status(reporter.run_dir)["checkpoint_problem"] == alerts()[0], "the page reads it there"
     reporter.journal.persist()
     reporter.write_summary("failed", "")
     (line,) = read_summary(reporter.run_dir)["alerts"]
-    assert line.startswith(f"checkpoints are not written: {problem}; the newest checkpoint is of step 0; ")
+    assert line.startswith(f"checkpoints are not written: {problem}; the newest checkpoint is from step 0; ")
 
 
 def test_live_groups_are_those_of_rule_1(reporter: Reporter) -> None:

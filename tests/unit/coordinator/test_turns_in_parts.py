@@ -163,8 +163,8 @@ def test_parts_that_are_sent_again_after_their_turn_are_forgotten_with_it(setup:
         (part(0, ids=(0, 1, 2, -1)), "cannot be decoded"),
         (part(0, ids=(0, 1, 2, 100)), "is not a valid token ID"),
         (part(0, logprobs=(-0.5,) * 3), "4 tokens with 3 log-probs"),
-        (part(0, logprobs=(-0.5, -0.5, -0.5, math.nan)), "not finite numbers of at most 0"),
-        (part(0, version=-1), "versions [-1]"),
+        (part(0, logprobs=(-0.5, -0.5, -0.5, math.nan)), "must be a finite number not above 0"),
+        (part(0, version=-1), "versions must not be negative: [-1]"),
         (part(0, routes=Routes(0, 4, b"12345678")), "routes"),
     ],
 )

@@ -248,7 +248,7 @@ def test_a_dead_workers_late_hello_does_not_replace_its_successor(setup: WorkerS
     living = b"rollout/0/l.10"
     setup.join(living), setup.tick()
     setup.join(late_peer)
-    assert setup.sent.take(Stop) == [(late_peer, Stop("another process has taken its place"))]
+    assert setup.sent.take(Stop) == [(late_peer, Stop("another process has replaced this one"))]
     assert [(worker.peer, len(worker.running)) for worker in setup.handler.peers] == [(living, 2)]
     setup.join(b"rollout/0/l.11")
     assert [worker.peer for worker in setup.handler.peers] == [b"rollout/0/l.11"]
@@ -416,20 +416,20 @@ def test_an_end_that_cannot_be_fails_the_episode_and_nothing_else(
         (turn_payload(ids=(1,) * 9 + (1 << 31,)), "is not a valid token ID"),
         (turn_payload(ids=(1,) * 9 + (-1,)), "cannot be decoded"),
         (turn_payload(context=(1,) * 9 + (-1,)), "cannot be decoded"),
-        (turn_payload(context=()), "which nothing predicts"),
-        (turn_payload(row=1), "got row 1 after 0 rows"),
-        (turn_payload(routes=Routes(0, 19, b"odd")), "routes of 19 tokens from position 0 in"),
-        (turn_payload(routes=Routes(0, 19, b"")), "routes of 19 tokens from position 0 in"),
-        (turn_payload(routes=Routes(0, 0, b"1234")), "routes of 0 tokens from position 0 in"),
-        (turn_payload(index=1), "got turn 1 where turn 0 was expected"),
-        (turn_payload(version=-3), "versions [-3]"),
+        (turn_payload(context=()), "must not start with a token that the model sampled"),
+        (turn_payload(row=1), "expected a row from 0 to 0, got row 1"),
+        (turn_payload(routes=Routes(0, 19, b"odd")), "invalid routes (19 tokens from position 0,"),
+        (turn_payload(routes=Routes(0, 19, b"")), "invalid routes (19 tokens from position 0,"),
+        (turn_payload(routes=Routes(0, 0, b"1234")), "invalid routes (0 tokens from position 0,"),
+        (turn_payload(index=1), "expected turn 0, got turn 1"),
+        (turn_payload(version=-3), "versions must not be negative: [-3]"),
         (turn_payload(ids=(1,) * 9 + (100,)), "is not a valid token ID"),
         (turn_payload(context=(100,) * 10), "is not a valid token ID"),
-        (turn_payload(logprobs=(-0.5,) * 9 + (math.nan,)), "not finite numbers of at most 0"),
-        (turn_payload(logprobs=(-0.5,) * 9 + (-math.inf,)), "not finite numbers of at most 0"),
-        (turn_payload(logprobs=(-0.5,) * 9 + (2.0,)), "not finite numbers of at most 0"),
-        (turn_payload(logprobs=(-1e308,) * 10), "not finite numbers of at most 0"),
-        (turn_payload(logprobs=(-math.inf, math.inf) * 5), "not finite numbers of at most 0"),
+        (turn_payload(logprobs=(-0.5,) * 9 + (math.nan,)), "must be a finite number not above 0"),
+        (turn_payload(logprobs=(-0.5,) * 9 + (-math.inf,)), "must be a finite number not above 0"),
+        (turn_payload(logprobs=(-0.5,) * 9 + (2.0,)), "must be a finite number not above 0"),
+        (turn_payload(logprobs=(-1e308,) * 10), "must be a finite number not above 0"),
+        (turn_payload(logprobs=(-math.inf, math.inf) * 5), "must be a finite number not above 0"),
     ],
 )
 def test_a_turn_that_cannot_be_trained_is_never_taken_in(

@@ -162,7 +162,7 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     (
         "no instruction",
         lambda t: (t / "instruction.md").unlink(),
-        "instruction.md is missing; a task needs it",
+        "instruction.md is missing; every task needs this file",
     ),
     ("no toml", lambda t: (t / "task.toml").unlink(), "task.toml is missing"),
     ("an empty instruction", at("instruction.md", "# canary\n"), "instruction.md is empty"),
@@ -190,10 +190,10 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("the tests", environment(WORKDIR, '[metadata]\nworkspace = ["/tests"]'), "'/tests' cannot be judged"),
     ("above", environment(WORKDIR, '[metadata]\nworkspace = ["/app/../"]'), "is not an absolute path"),
     ("relative", environment('workdir = "app"'), "'app' is not an absolute path"),
-    ("nowhere", environment('workdir = "/srv/app"'), "'/srv/app' is not a directory of its image"),
-    ("a link", environment(WORKDIR, '[metadata]\nworkspace = ["/link"]'), "leads through a link, /link;"),
-    ("below a link", environment('workdir = "/link/in"'), "leads through a link, /link;"),
-    ("a file", environment('workdir = "/file"'), "'/file' is not a directory of its image"),
+    ("nowhere", environment('workdir = "/srv/app"'), "'/srv/app' is not a directory in the task's image"),
+    ("a link", environment(WORKDIR, '[metadata]\nworkspace = ["/link"]'), "leads through the link /link;"),
+    ("below a link", environment('workdir = "/link/in"'), "leads through the link /link;"),
+    ("a file", environment('workdir = "/file"'), "'/file' is not a directory in the task's image"),
     (
         "the machine's",
         environment(WORKDIR + '\nenv = {KEY = "${KEY:-x}"}'),
@@ -204,8 +204,8 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
         environment(WORKDIR + '\nenv = {"A=B" = "x"}'),
         "environment.env 'A=B' is not a valid variable",
     ),
-    ("names", at("tests/config.json", '{"FAIL_TO_PASS": 3}'), "FAIL_TO_PASS is not a list of names"),
-    ("text", at("tests/config.json", '{"PASS_TO_PASS": "a b"}'), "PASS_TO_PASS is not a list of names"),
+    ("names", at("tests/config.json", '{"FAIL_TO_PASS": 3}'), "FAIL_TO_PASS is not a list of test names"),
+    ("text", at("tests/config.json", '{"PASS_TO_PASS": "a b"}'), "PASS_TO_PASS is not a list of test names"),
     ("no JSON", at("tests/config.json", "{"), "config.json: not readable"),
     ("out", lambda t: (t / "tests/x").symlink_to("../solution"), "tests/x is a link that points outside"),
     (
@@ -267,7 +267,11 @@ def test_layers_of_a_thin_image_hide_what_is_below(tmp_path: Path, images: Path)
     bare_image(images, "base", "app/src", "old")
     thin = bare_image(images, "thin", "app/more", over="base")
     (Path(thin.root) / "old").touch()
-    for inner, fault in (("/app/src", ""), ("/app/more", ""), ("/old", "is not a directory of its image")):
+    for inner, fault in (
+        ("/app/src", ""),
+        ("/app/more", ""),
+        ("/old", "is not a directory in the task's image"),
+    ):
         folder = task_folder(tmp_path / "t", f'[environment]\ndocker_image = "thin"\nworkdir = "{inner}"')
         if not fault:
             assert read(folder)
@@ -357,7 +361,9 @@ def test_a_sample_is_checked_for_its_image_and_its_tests(tmp_path: Path, images:
         check_task(msgspec.structs.replace(sample, ground_truth_json="42"), True)
     check_task(msgspec.structs.replace(sample, ground_truth_json="42"), False)
     (folder / "tests/test.sh").unlink()
-    with pytest.raises(ConfigError, match=r"/tests/test\.sh, which judges it, is missing; restore it"):
+    with pytest.raises(
+        ConfigError, match=r"/tests/test\.sh, which judges the task, is missing; restore the script"
+    ):
         check_task(sample, True)
     (images / task_of(sample).image / "image.json").unlink()  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="no image named"):

@@ -66,7 +66,7 @@ def test_shares_are_exact_up_to_one_draw(sources: list[tuple[float, int]]) -> No
 
 
 def test_a_weight_that_gives_no_draw_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"source 1 has the weight 0.001 .* less than one of the 20 draws"):
+    with pytest.raises(ConfigError, match=r"source 1 has a weight of 0.001 .* less than one of the 20 draws"):
         EpochOrder(mixed(tmp_path, 10, 10), weighted(1, 0.001), seed=0)
 
 
@@ -101,9 +101,9 @@ def test_a_hook_orders_the_samples_of_an_epoch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("first_only", "returns 5 numbers, not the 5 drawn ones in another order"),
-        ("breaks", r"of epoch 0 failed: TypeError: .* \(hook.py:13\)"),
-        ("short", r"short \(hook.py:15\) takes other arguments .*write def order\(samples, drawn, epoch\)"),
+        ("first_only", "returned 5 numbers that are not a reordering of the 5 numbers in `drawn`"),
+        ("breaks", r"epoch 0: TypeError: .* \(hook.py:13\)"),
+        ("short", r"short \(hook.py:15\) cannot be called .*write def order\(samples, drawn, epoch\)"),
     ],
 )
 def test_a_hook_that_cannot_be_used_is_named(tmp_path: Path, name: str, complaint: str) -> None:

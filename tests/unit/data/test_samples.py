@@ -109,12 +109,12 @@ NO_TEXT = b"\xff\xfe"
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"reward_model": {"ground_truth": NO_TEXT}}, "ground_truth cannot .*binary data that are not UTF-8"),
-        ({"reward_model": {"ground_truth": [NO_TEXT]}}, "sample 0: column ground_truth .*binary data"),
-        ({"extra_info": {"image": NO_TEXT}}, "extra_info .*binary data that are not UTF-8 text; write"),
-        ({"data_source": NO_TEXT}, "sample 0: column data_source contains binary data"),
-        ({"prompt": NO_TEXT}, "column prompt must be text, .* not bytes"),
-        ({"prompt": [{"role": "user", "content": NO_TEXT}]}, "column prompt must hold messages"),
+        ({"reward_model": {"ground_truth": NO_TEXT}}, "ground_truth column .*binary data that is not UTF-8"),
+        ({"reward_model": {"ground_truth": [NO_TEXT]}}, "sample 0: the ground_truth column .*binary data"),
+        ({"extra_info": {"image": NO_TEXT}}, "extra_info .*binary data that is not UTF-8 text; write"),
+        ({"data_source": NO_TEXT}, "sample 0: the data_source column contains binary data"),
+        ({"prompt": NO_TEXT}, "the prompt column must be text, .* not bytes"),
+        ({"prompt": [{"role": "user", "content": NO_TEXT}]}, "the prompt column must contain messages"),
     ],
 )  # fmt: skip
 def test_binary_data_that_are_no_text_are_refused_where_a_sample_needs_them(
@@ -138,7 +138,7 @@ def rows(path):
     samples = read_samples(config, "p", "train", RowLayout(truth="a reward"))
     first = next(samples)
     assert (first.ground_truth, first.extra_info) == (["128"], {"level": 3})
-    with pytest.raises(ConfigError, match=r"sample 1: column ground_truth .* a value of type set; write"):
+    with pytest.raises(ConfigError, match=r"sample 1: the ground_truth column .* a value of type set; write"):
         next(samples)
 
 
@@ -160,20 +160,20 @@ def test_messages_of_different_shapes(tmp_path: Path) -> None:
     [
         (
             {"prompt": None},
-            "no prompt column; found: .*ability.*; map .*{prompt: NAME, ground_truth: NAME}",
+            "no prompt column .found: .*ability.*; map .*{prompt: NAME, ground_truth: NAME}",
         ),
-        ({"prompt": []}, "sample 0: column prompt must be"),
+        ({"prompt": []}, "sample 0: the prompt column must be"),
         (
             {"prompt": [{"content": "no role"}]},
-            "0: column prompt has a message with the keys content; a message needs role",
+            "0: the prompt column has a message with the keys content; a message needs role",
         ),
-        ({"prompt": [{"role": "human", "content": "?"}]}, "the role 'human'; the roles are system, .*tool"),
-        ({"prompt": [{"role": "user", "content": 3}]}, "sample 0: column prompt must hold .*content"),
+        ({"prompt": [{"role": "human", "content": "?"}]}, "the role 'human'; use one of system, .*tool"),
+        ({"prompt": [{"role": "user", "content": 3}]}, "sample 0: the prompt column must contain .*content"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "content of type image"),
-        ({"prompt": 3}, "sample 0: column prompt must be"),
+        ({"prompt": 3}, "sample 0: the prompt column must be"),
         ({"reward_model": {"style": "rule"}}, "sample 0: no ground truth for a reward: neither"),
-        ({"reward_model": "{"}, "sample 0: column reward_model is text, but not JSON"),
-        ({"extra_info": 5}, "sample 0: column extra_info must be an object"),
+        ({"reward_model": "{"}, "sample 0: the reward_model column contains text that is not JSON"),
+        ({"extra_info": 5}, "sample 0: the extra_info column must be an object"),
     ],
 )
 def test_wrong_shapes_are_one_line(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
@@ -250,16 +250,22 @@ def test_a_prompt_and_its_response_are_a_demonstration(tmp_path: Path) -> None:
     ("row", "complaint"),
     [
         ({"messages": TALK[:2]}, "sample 0: no assistant message"),
-        ({"prompt": "?"}, r"no messages column, and no prompt with a response; found: prompt"),
+        ({"prompt": "?"}, r"no messages column, and no prompt and response columns .found: prompt"),
         ({"messages": [{"role": "gpt", "content": "x"}]}, "the role 'gpt'"),
         (
             {"messages": [TALK[2] | {"tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},
             "tool call",
         ),
-        ({"messages": [TALK[1], TALK[2] | {"tool_calls": ["add"]}]}, "0: column messages has a tool call"),
+        (
+            {"messages": [TALK[1], TALK[2] | {"tool_calls": ["add"]}]},
+            "0: the messages column has a tool call",
+        ),
         ({"messages": [TALK[1], TALK[2] | {"tool_calls": [{"function": "add"}]}]}, "has a tool call that"),
-        ({"messages": TALK, "tools": "add"}, "sample 0: column tools must be a list of schemas"),
-        ({"messages": TALK, "tools": {"name": "add"}}, "sample 0: column tools must be a list of schemas"),
+        ({"messages": TALK, "tools": "add"}, "sample 0: the tools column must be a list of schemas"),
+        (
+            {"messages": TALK, "tools": {"name": "add"}},
+            "sample 0: the tools column must be a list of schemas",
+        ),
     ],
 )
 def test_what_is_no_demonstration_is_one_line(tmp_path: Path, row: Any, complaint: str) -> None:
@@ -270,7 +276,7 @@ def test_what_is_no_demonstration_is_one_line(tmp_path: Path, row: Any, complain
 @pytest.mark.parametrize(
     ("last", "complaint"),
     [
-        ({"content": " "}, "0: column prompt ends with an assistant message that has no text"),
+        ({"content": " "}, "0: the prompt column ends with an assistant message that has no text"),
         ({"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}, "message that has tool calls"),
     ],
 )
@@ -309,11 +315,11 @@ def test_all_formats_give_the_same_samples(tmp_path: Path) -> None:
         ("a.jsonl", "3\n", "sample 0: expected an object, not int"),
         ("a.jsonl", "\n", "the data set is empty"),
         ("a.json", "[1, 2", "not readable as json"),
-        ("a.jsonl", '{"a": 1}\n' + "[" * 5000, "line 2: it is nested too deeply"),
-        ("a.json", '[{"a": 1},' + "[" * 5000, "it is nested too deeply"),
-        ("a.jsonl", '\ufffe{"a": 1}', "in UTF-16; save it in UTF-8"),
+        ("a.jsonl", '{"a": 1}\n' + "[" * 5000, "line 2: a value is nested too deeply"),
+        ("a.json", '[{"a": 1},' + "[" * 5000, "a value is nested too deeply"),
+        ("a.jsonl", '\ufffe{"a": 1}', "in UTF-16; save the file as UTF-8"),
         ("a.csv", "a,b\n1,2,3\n", "line 2: more values"),
-        ("a.txt", "hello", "the suffix must be one of .parquet, .jsonl, .json, .csv"),
+        ("a.txt", "hello", "use a file with one of the suffixes .parquet, .jsonl, .json, .csv"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, text: str, complaint: str) -> None:
@@ -344,16 +350,16 @@ NESTED = json.loads("[" * 300 + "]" * 300)
         ({"data_source": "\ud800"}, "half of a character"),
         ({"extra_info": {"\ud800": 1}}, "half of a character"),
         ({"extra_info": json.dumps({"a": ["\ud800"]})}, "half of a character"),
-        ({"extra_info": {"a": NESTED}}, "extra_info is nested deeper than 200 levels"),
-        ({"extra_info": "[" * 100_000}, "extra_info is text, but not JSON"),
-        ({"ground_truth": NESTED}, "ground_truth is nested deeper than 200 levels"),
+        ({"extra_info": {"a": NESTED}}, "extra_info column is nested deeper than 200 levels"),
+        ({"extra_info": "[" * 100_000}, "extra_info column contains text that is not JSON"),
+        ({"ground_truth": NESTED}, "ground_truth column is nested deeper than 200 levels"),
         (
             {"extra_info": {"a": "x" * MAX_SAMPLE_BYTES}},
-            r"the sample has 16,77[78],\d{3} bytes, more than the 16,777,216",
+            r"the sample takes 16,77[78],\d{3} bytes, but at most 16,777,216",
         ),
         (
             {"prompt": "x" * MAX_SAMPLE_BYTES},
-            r"the sample has 16,77[78],\d{3} bytes, more than the 16,777,216",
+            r"the sample takes 16,77[78],\d{3} bytes, but at most 16,777,216",
         ),
     ],
 )
@@ -389,8 +395,8 @@ SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "
 @pytest.mark.parametrize(
     ("columns", "complaint"),
     [
-        ({"images": ["a.png"]}, "column images is not empty; only text"),
-        ({"videos": [{"path": "a.mp4"}]}, "column videos is not empty; only text"),
+        ({"images": ["a.png"]}, "the images column is not empty; only text"),
+        ({"videos": [{"path": "a.mp4"}]}, "the videos column is not empty; only text"),
         ({"tools": [SCHEMA]}, "list tools in rollout.tools"),
         ({"tools": json.dumps([SCHEMA])}, "list tools in rollout.tools"),
         ({"images": [], "videos": None, "tools": "[]"}, ""),

@@ -123,7 +123,7 @@ async def test_a_version_is_loaded_under_a_name_of_its_own_and_its_files_go(tmp_
         assert await loader.label() == "e1-v3"
         await loader.load(ref)  # whose answer was lost
         del server.adapters["e1-v3@mine"]
-        assert await loader.label() == "no adapter of this run"
+        assert await loader.label() == "no adapters from this run"
         server.label = "e9-v9"
         assert await loader.label() == "e9-v9"
 
@@ -203,7 +203,7 @@ async def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyt
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr("asyncrl.engines.sglang.adapters.write_file", full)
-        with pytest.raises(WeightsError, match="cannot be copied"):
+        with pytest.raises(WeightsError, match="cannot copy"):
             await loader.load(version(tmp_path, 0))
         assert not [*(tmp_path / "cache").iterdir()]
 
@@ -343,7 +343,7 @@ async def test_a_version_of_several_agents_is_an_adapter_each(tmp_path: Path) ->
             assert {float(tensor.mean()) for tensor in files.values()} == {7.0 if "planner" in name else 5.0}
         assert await loader.score((1, 2, 3)) == (7.0, 7.0, 5.0, 5.0), "the probe is compared with each"
         del server.adapters[f"e1-v{step}/coder@mine"]
-        assert await loader.label() == "no adapter of this run"
+        assert await loader.label() == "no adapters from this run"
 
 
 @pytest.mark.parametrize(("agent", "path"), [("coder", "e1-v7/coder@mine"), ("other", None)])

@@ -74,10 +74,13 @@ def test_what_leaves_the_weights_or_the_draft_alone_is_not_refused(tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"speculative-algorithm": "EAGLE", "speculative-draft-model-path": "d"}, "the draft is not trained"),
-        ({"speculative-algorithm": "EAGLE3"}, "the draft is not trained and goes stale"),
-        ({"speculative-algorithm": "NEXTN"}, "the MTP layers of the model stay frozen"),
-        ({"speculative_algorithm": "EAGLE"}, "the MTP layers of the model stay frozen"),
+        (
+            {"speculative-algorithm": "EAGLE", "speculative-draft-model-path": "d"},
+            "the draft model is not trained",
+        ),
+        ({"speculative-algorithm": "EAGLE3"}, "the draft model is not trained and becomes stale"),
+        ({"speculative-algorithm": "NEXTN"}, "the model's MTP layers stay frozen"),
+        ({"speculative_algorithm": "EAGLE"}, "the model's MTP layers stay frozen"),
         ({"speculative-algorithm": "NGRAM"}, None),
         ({}, None),
     ],

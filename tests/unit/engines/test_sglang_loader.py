@@ -107,7 +107,7 @@ async def test_scores_are_computed_anew() -> None:
         script.says("/generate", 200, answer)
         loader = loader_of(ServerApi(script.url), WeightsConfig())
         assert await loader.score((4, 5, 6)) == (-1.5, -2.5)
-        with pytest.raises(EngineError, match="different IDs"):
+        with pytest.raises(EngineError, match="did not score the token IDs"):
             await loader.score((4, 6, 5))
         salts = {body["cache_salt"] for _, body, _ in script.requests}
         assert len(salts) == 2 and "" not in salts

@@ -123,7 +123,7 @@ async def test_keys_are_in_a_private_file_and_not_on_the_command_line(
 
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
     config = configured(server_command=["/no/such/program"])
-    with pytest.raises(EngineError, match="correct engine"):
+    with pytest.raises(EngineError, match="no such program: '/no/such/program'"):
         asyncio.run(ServerProcess.start(config, 0, "127.0.0.1", tmp_path))
 
 

@@ -69,9 +69,9 @@ async def test_a_turn_is_read_from_where_it_begins_and_its_prefix_is_in_the_cach
         assert [body["cache_salt"] for body in bodies] == ["one", "one"]
         assert {(body["logprob_start_len"], body["top_logprobs_num"]) for body in bodies} == {(3, 2)}
         assert (use.requests, use.prompt_tokens, use.cached_tokens, use.tokens) == (2, 12, 6, 0)
-        with pytest.raises(EngineError, match="different IDs"):
+        with pytest.raises(EngineError, match="did not score the token IDs"):
             await client.read((3, 4, 5, 6, 8, 9), 2, 2)
-        with pytest.raises(EngineError, match="token 10 is beyond the scorer's vocabulary of 10"):
+        with pytest.raises(EngineError, match="token ID 10 is outside the scorer's vocabulary"):
             await client.read((3, 10), 1, 0)  # the server would die
         assert len(script.requests) == 3
         await client.close()

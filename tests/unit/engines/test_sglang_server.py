@@ -45,12 +45,14 @@ def test_the_runs_model_with_room_is_fine(config: RunConfig, caplog: pytest.LogC
     check_engine_server(config, URL, *served(config.model.path))
     assert not caplog.messages
     check_engine_server(config, URL, *served("/nowhere/to/be/read"))  # the first load will tell
-    assert "sizes of its model could not be compared" in caplog.text and "/nowhere/to/be/read" in caplog.text
+    assert (
+        "cannot compare the dimensions of its model" in caplog.text and "/nowhere/to/be/read" in caplog.text
+    )
     assert vocabulary_size_of(config.model.path) == 64
 
 
 def test_too_little_room_is_refused(config: RunConfig):
-    text = r"room for 255 tokens, but rollout\.max_tokens is 256: lower max_tokens"
+    text = r"room for 255 tokens, but rollout\.max_tokens is 256; lower rollout\.max_tokens"
     with pytest.raises(ConfigError, match=text):
         check_engine_server(config, URL, *served(config.model.path, max_req_input_len=255))
 
@@ -73,7 +75,7 @@ def test_who_scores_with_the_base_was_started_with_it_and_has_room_for_a_teacher
     able = {"enable_lora": True, "max_loras_per_batch": 16, "max_req_input_len": 265}
     check_engine_server(lent, URL, *served(own_model, **able))
     with pytest.raises(
-        ConfigError, match=r"max_tokens is 256, and kl\.prompt may take 9 more: lower max_tokens"
+        ConfigError, match=r"max_tokens is 256 and kl\.prompt may add 9; lower rollout\.max_tokens"
     ):
         check_engine_server(lent, URL, *served(own_model, **able | {"max_req_input_len": 264}))
     with pytest.raises(ConfigError, match=r"was started with \S+other, .*start it with model\.path"):
@@ -105,7 +107,7 @@ def test_a_server_that_cannot_sleep_is_refused_where_engines_do(config: RunConfi
     )
     with pytest.raises(ConfigError, match=r"cannot sleep.* it lacks --enable-memory-saver"):
         check_engine_server(config, URL, *served(config.model.path))
-    with pytest.raises(ConfigError, match=r"cannot sleep.* it lacks max_total_num_tokens in its info"):
+    with pytest.raises(ConfigError, match=r"cannot sleep.* it lacks max_total_num_tokens in /server_info"):
         check_engine_server(config, URL, *served(config.model.path, enable_memory_saver=True))
 
 
@@ -117,5 +119,5 @@ def test_another_model_is_refused_by_what_differs(config: RunConfig, tmp_path: P
     with pytest.raises(ConfigError, match="architecture LlamaForCausalLM instead of Qwen2ForCausalLM"):
         check_engine_server(config, URL, *served(llama, "LlamaForCausalLM"))
     broken = msgspec.structs.replace(config.model, path=str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match=r"none: no usable config\.json"):
+    with pytest.raises(ConfigError, match=r"none has no usable config\.json"):
         vocabulary_size_of(broken.path)

@@ -74,7 +74,7 @@ def test_an_abort_in_the_queue_repeats_everything_behind_what_was_pending():
 
 def test_tokens_that_are_missing_or_no_numbers_are_errors():
     answer = fed(answer_to((0, 3), in_place=True), event([1], 1))
-    with pytest.raises(EngineError, match="lost 2 of 4 tokens"):
+    with pytest.raises(EngineError, match="2 of 4 tokens are missing"):
         answer.add_event(event([4], 4))
     with pytest.raises(EngineError, match="Expected `float`, got `null`"):
         event([1], 1, output_token_logprobs=[[None, 1, None]])

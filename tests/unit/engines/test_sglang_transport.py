@@ -59,7 +59,7 @@ async def test_weight_endpoints_fail_with_weights_errors():
     async with connected() as (script, server):
         path = "/update_weights_from_disk"
         script.says(path, 400, b'{"success":false,"message":"Failed to get weights iterator"}')
-        with pytest.raises(WeightsError, match="answered 400: Failed to get weights iterator"):
+        with pytest.raises(WeightsError, match="returned 400: Failed to get weights iterator"):
             await server.update_from_disk("/nowhere", "e0-v1")
         script.says(path, 200, b'{"success":false,"message":"said so"}')
         with pytest.raises(WeightsError, match="said so"):
@@ -103,13 +103,13 @@ async def test_servers_that_are_gone_silent_or_cut_the_line():
     async with connected() as (script, server):
         forever = asyncio.Event()
         script.streams(event([1], 1), then=forever)
-        with pytest.raises(ServerGone, match=r"no answer within 0\.2 s"):
+        with pytest.raises(ServerGone, match=r"received no response within 0\.2 s"):
             await drained(server, silence=0.2)
         script.streams(event([1], 1), cut=True)
         with pytest.raises(ServerGone, match="/generate"):
             await drained(server)
         script.streams(event([1], 1))
-        with pytest.raises(ServerGone, match="ended before its end mark"):
+        with pytest.raises(ServerGone, match="ended prematurely"):
             await drained(server)
         script.streams(event([1], 1), DONE)
         assert len(await drained(server)) == 1
@@ -165,7 +165,7 @@ async def test_a_server_that_sleeps_may_be_silent_and_then_has_its_time_anew():
         assert not done
         start = asyncio.get_running_loop().time()
         server.set_asleep(False)
-        with pytest.raises(ServerGone, match=r"got no answer within 0\.2 s"):
+        with pytest.raises(ServerGone, match=r"received no response within 0\.2 s"):
             await stream
         assert asyncio.get_running_loop().time() - start >= 0.19
         wakes.set()

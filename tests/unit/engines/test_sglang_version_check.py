@@ -39,7 +39,7 @@ class NewerServer:
     """Answers as a server of SGLang 0.6.0 does that has the routes of 0.5.23, with log-probs of -id / 2, and
     remembers a label and a pause.
 
-    `lacks`: a path, "FIELD in PATH" or "FIELD in the answer of PATH" that this server does not have.
+    `lacks`: a path, "FIELD in PATH" or "FIELD in the response from PATH" that this server does not have.
     """
 
     def __init__(self, script: Script, *lacks: str) -> None:
@@ -60,7 +60,7 @@ class NewerServer:
             field, _, path = lacking.rpartition(" in ")
             if not field:
                 del openapi["paths"][path]
-            elif not path.startswith("the answer of "):
+            elif not path.startswith("the response from "):
                 media_types = openapi["paths"][path]["post"]["requestBody"]["content"]
                 reference = media_types["application/json"]["schema"]["$ref"]
                 del openapi["components"]["schemas"][reference.rpartition("/")[2]]["properties"][field]
@@ -80,7 +80,7 @@ class NewerServer:
         return {
             field: value
             for field, value in answer.items()
-            if f"{field} in the answer of {path}" not in self._lacks
+            if f"{field} in the response from {path}" not in self._lacks
         }
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -148,8 +148,8 @@ async def test_a_newer_version_that_does_what_the_run_needs_starts_with_one_line
         ]
         assert labels == ["default"], "workers discard tokens of other labels"
         (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING][-1:]
-        assert f"{script.url} runs SGLang 0.6.0 (the tested version is {TESTED_VERSION}). It" in line
-        assert "a request across a pause (in_place), the label of the weights" in line
+        assert f"{script.url} runs SGLang 0.6.0 (the tested version is {TESTED_VERSION}) and" in line
+        assert "sampling a request across a pause (in_place), relabeling the weights" in line
 
 
 async def test_a_reward_server_of_another_version_is_asked_to_classify_alone(config: RunConfig) -> None:
@@ -191,8 +191,8 @@ async def test_a_look_asks_a_server_in_use_without_changing_it(config: RunConfig
         "/update_weights_from_disk",
         "cache_salt in /generate",
         "weight_version in /update_weights_from_disk",
-        "weight_version in the answer of /model_info",
-        "max_req_input_len in the answer of /server_info",
+        "weight_version in the response from /model_info",
+        "max_req_input_len in the response from /server_info",
     ],
 )
 async def test_a_server_that_lacks_a_route_or_a_field_is_refused_by_its_name(config: RunConfig, lacks: str):
@@ -219,7 +219,7 @@ async def test_a_server_without_a_list_of_routes_is_refused(config: RunConfig):
     async with scripted() as script:
         NewerServer(script)
         script.says("/openapi.json", 404, b'{"detail":"Not Found"}')
-        with pytest.raises(ConfigError, match=r"cannot read its routes .*/openapi.json answered 404"):
+        with pytest.raises(ConfigError, match=r"cannot read its routes .*/openapi.json returned 404"):
             await look_at_server(config, script.url)
 
 
@@ -228,7 +228,9 @@ async def test_a_step_that_fails_is_named(config: RunConfig, monkeypatch: pytest
     async with scripted() as script:
         server = NewerServer(script)
         script.says("/pause_generation", 400, b'{"error":{"message":"no such mode"}}')
-        with pytest.raises(ConfigError, match=r"a request across a pause \(in_place\): .*no such mode"):
+        with pytest.raises(
+            ConfigError, match=r"sampling a request across a pause \(in_place\) failed: .*no such mode"
+        ):
             await attach(config, script.url)
 
         server = NewerServer(script)
@@ -237,7 +239,7 @@ async def test_a_step_that_fails_is_named(config: RunConfig, monkeypatch: pytest
             await attach(config, script.url)
 
         server.logprob_factor = 0.5
-        with pytest.raises(ConfigError, match=r"log-probs of a text: .*5.5 is not a valid log-prob"):
+        with pytest.raises(ConfigError, match=r"scoring a text failed: .*5.5 is not a valid log-prob"):
             await attach(config, script.url)
 
         server = NewerServer(script)
@@ -247,7 +249,7 @@ async def test_a_step_that_fails_is_named(config: RunConfig, monkeypatch: pytest
             return web.Response(body=OK)
 
         script.answers["/update_weight_version"] = forget_label
-        with pytest.raises(ConfigError, match="the label 'default' is read back as ''"):
+        with pytest.raises(ConfigError, match="the label 'default' was read back as ''"):
             await attach(config, script.url)
 
 

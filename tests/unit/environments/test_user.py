@@ -48,7 +48,7 @@ def test_a_scripted_user_says_its_lines_and_leaves(
 
 @pytest.mark.parametrize("user", [None, "a", [1], ["a", ""]])
 def test_a_script_is_a_list_of_texts(user: Any) -> None:
-    with pytest.raises(ValueError, match=r"extra_info\.user of row 7 must be a list of texts"):
+    with pytest.raises(ValueError, match=r"row 7: extra_info\.user must be a list of non-empty strings"):
         asyncio.run(load_environment("scripted_user")().reset(sample(user)))
 
 
@@ -133,7 +133,7 @@ def test_a_broken_model_fails_the_episode() -> None:
 
 @pytest.mark.parametrize("user", [None, "", ["a"]])
 def test_a_scenario_is_a_text(user: Any) -> None:
-    with pytest.raises(ValueError, match="must describe the user"):
+    with pytest.raises(ValueError, match="must be a text that describes the user"):
         simulate(sample(user), [], [])
 
 
@@ -144,7 +144,7 @@ def test_a_scenario_is_a_text(user: Any) -> None:
         ({"url": "x", "model": "m"}, "simulated_user: .*x"),
         (
             {"url": "http://x/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"},
-            "NO_SUCH_KEY does not contain a key",
+            "NO_SUCH_KEY is unset or empty",
         ),
     ],
 )

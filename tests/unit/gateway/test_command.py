@@ -130,7 +130,10 @@ def test_files_in_home_are_written_before_the_program_starts(tmp_path: Path) -> 
         ({"a\0": ""}, "is not the path of a file in HOME"),
         ({"a": "\0"}, "home_files 'a' contains a NUL"),
         ({"a": "", "a/b": ""}, "home_files 'a' cannot be a file, because 'a/b' is inside it"),
-        ({"a": "x" * (1 << 20), "b": "x"}, "home_files has 1048577 bytes, more than the 1048576 allowed"),
+        (
+            {"a": "x" * (1 << 20), "b": "x"},
+            "home_files contains 1048577 bytes, but at most 1048576 are allowed",
+        ),
     ],
 )
 def test_files_in_home_stay_there(files: dict[str, str], why: str) -> None:
@@ -309,12 +312,12 @@ def unknown(sample, endpoint, *, options: Nowhere = None): ...
     [
         (
             "short",
-            r"short \(mine.py:8\) takes other arguments \(too many .*write async def agent\(sample, endp",
+            r"short \(mine.py:8\) cannot be called .* \(too .*write async def agent\(sample, endp",
         ),
-        ("long", r"long \(mine.py:9\) takes other arguments \(missing .* 'tools'\)"),
-        ("yields", r"yields \(mine.py:10\) yields; it must return"),
+        ("long", r"long \(mine.py:9\) cannot be called with the expected arguments \(missing .* 'tools'\)"),
+        ("yields", r"yields \(mine.py:10\) yields instead of returning"),
         ("Solver", r"Solver: cannot be created \(RuntimeError: no key \(mine.py:15\)"),
-        ("Idle", r"mine.py:Idle: its instances cannot be called"),
+        ("Idle", r"mine.py:Idle: instances of this class cannot be called"),
         ("unknown", "no usable signature .*Nowhere"),
     ],
 )

@@ -74,10 +74,10 @@ def test_a_burst_of_strangers_is_bounded_before_any_is_gone(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("address", "why"),
     [
-        ("0.0.0.0", "to which agents cannot connect"),
-        ("::", "to which agents cannot connect"),
-        ("192.0.2.1", "assign requested address; set an address or a host name of this machine"),
-        ("no such name", "set an address or a host name of this machine"),
+        ("0.0.0.0", "agents cannot connect to this address"),
+        ("::", "agents cannot connect to this address"),
+        ("192.0.2.1", "assign requested address; set an address or host name of this machine"),
+        ("no such name", "set an address or host name of this machine"),
     ],
 )
 def test_an_address_that_cannot_be_listened_on_is_named(address: str, why: str) -> None:
@@ -88,7 +88,7 @@ def test_an_address_that_cannot_be_listened_on_is_named(address: str, why: str) 
         finally:
             await gateway.close()
 
-    with pytest.raises(ConfigError, match=rf"^rollout\.agent_address is '{address}'.*{why}"):
+    with pytest.raises(ConfigError, match=rf"^rollout\.agent_address '{address}'.*{why}"):
         asyncio.run(main())
 
 

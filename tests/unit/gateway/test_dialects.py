@@ -150,7 +150,7 @@ REFUSED: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
     ("chat", "a sound"): ({"messages": content("input_audio")}, "input_audio"),
     ("chat", "arguments that are no JSON"): ({"messages": called("{")}, "not a JSON object"),
     ("chat", "arguments that are a list"): ({"messages": called("[]")}, "not a JSON object"),
-    ("chat", "a tool that is none"): ({"tools": [{"name": "look"}]}, "a tool is"),
+    ("chat", "a tool that is none"): ({"tools": [{"name": "look"}]}, "a tool must have the form"),
     ("chat", "no answer"): ({"n": 0}, "n`"),
     ("chat", "more answers than anyone reads"): ({"n": 129}, "n`"),
     ("chat", "an empty text to stop at"): ({"stop": [""]}, "stop"),
@@ -162,12 +162,12 @@ REFUSED: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
     ("messages", "too many texts to stop at"): ({"stop_sequences": ["a"] * 33}, "stop_sequences"),
     ("responses", "a namespace of no tools"): (
         {"tools": [{"type": "namespace", "tools": [1]}]},
-        "not a list",
+        "must be a list of objects",
     ),
-    ("responses", "two tools of one name"): ({"tools": TWINS}, "two tools are called 'mail__look'"),
+    ("responses", "two tools of one name"): ({"tools": TWINS}, "two tools have the name 'mail__look'"),
     ("responses", "nothing"): ({"input": []}, "length >= 1"),
-    ("responses", "what was not kept"): ({"previous_response_id": "resp-1"}, "send the whole input"),
-    ("responses", "a conversation"): ({"conversation": "c"}, "send the whole input"),
+    ("responses", "what was not kept"): ({"previous_response_id": "resp-1"}, "send the complete input"),
+    ("responses", "a conversation"): ({"conversation": "c"}, "send the complete input"),
     ("responses", "a reference"): ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'"),
     ("responses", "a file"): ({"input": content("input_file")}, "input_file"),
     ("responses", "no role"): ({"input": [{"content": "q"}]}, "no role"),
@@ -190,7 +190,7 @@ def test_what_cannot_be_is_reported(dialect: str, name: str) -> None:
 def test_a_text_that_the_model_began_is_refused(dialect: Dialect) -> None:
     """No API of the gateway continues one, as a prompt of the data is."""
     data = json.dumps(dialect.body([USER, Message("assistant", "It is")])).encode()
-    with pytest.raises(ApiError, match="but its text cannot be continued") as caught:
+    with pytest.raises(ApiError, match="is from the assistant and cannot be continued") as caught:
         dialect.read(data)
     assert caught.value.status == 400
 
@@ -351,7 +351,7 @@ def test_what_anthropics_clients_send_beside_texts() -> None:
         Message("system", "hurry"),
     )
     assert len(asked.agent_request.tools) == 1
-    assert asked.left_out.keys() == {"a billing header", "a tool 'web_search_20250305'"}
+    assert asked.left_out.keys() == {"a billing header", "the tool 'web_search_20250305'"}
 
 
 def test_what_clients_leave_open_may_be_null() -> None:
@@ -461,7 +461,7 @@ PROMPTS: dict[str, tuple[Any, Any]] = {
 def test_a_prompt_without_a_template(prompt: Any, found: Any) -> None:
     body = json.dumps({"prompt": prompt, "max_tokens": 3, "n": 2, "logprobs": 1}).encode()
     if found is None:
-        with pytest.raises(ApiError, match="prompt must be a text"):
+        with pytest.raises(ApiError, match="prompt must be a non-empty string"):
             text_completions.read(body)
         return
     asked = text_completions.read(body)

@@ -52,31 +52,31 @@ def endless(path: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no interpreter": (
         script("#!/no/node"),
-        "the interpreter '/no/node', which the first line of .*agent names, does not exist",
+        "the interpreter '/no/node', named in the first line of .*agent, does not exist",
     ),
     "not on the PATH": (
         script("#!/usr/bin/env no-node"),
-        "'no-node', which the first line of .*agent names, is not on the PATH",
+        "'no-node', named in the first line of .*agent, is not on the PATH",
     ),
-    "arguments as one word": (script("#!/usr/bin/env sh -e"), "'sh -e', which the first line"),
-    "split by env": (script("#!/usr/bin/env -S A=1 no-node --x"), "'no-node', which the first line"),
+    "arguments as one word": (script("#!/usr/bin/env sh -e"), "'sh -e', named in the first line"),
+    "split by env": (script("#!/usr/bin/env -S A=1 no-node --x"), "'no-node', named in the first line"),
     "lines of Windows": (script("#!/bin/sh\r"), "ends with a carriage return"),
     "of an interpreter": (
         chain,
-        "the interpreter '/no/such/interpreter', which the first line of .*inner names",
+        "the interpreter '/no/such/interpreter', named in the first line of .*inner",
     ),
-    "itself": (endless, "more than 5 scripts name each other as interpreters"),
+    "itself": (endless, "more than 5 scripts in a row name another script as the interpreter"),
     "a directory": (
         script("#!/usr"),
-        "the interpreter '/usr', which the first line of .*agent names, is a directory",
+        "the interpreter '/usr', named in the first line of .*agent, is a directory",
     ),
     "not executable": (script("#!/etc/passwd"), "the interpreter '/etc/passwd', .* is not "),
-    "no name": (script("#!"), "names no interpreter"),
+    "no name": (script("#!"), "does not name an interpreter"),
     "another machine": (
         lambda path: path.write_bytes(elf(machine=243)),
         r"is built for another architecture \(ELF machine 243\); this machine is x86_64",
     ),
-    "no first line": (script("touch x"), "is neither a binary nor a script; begin it with a line such as"),
+    "no first line": (script("touch x"), "is neither a binary nor a script; add a first line such as"),
     "an empty first line": (script(""), "is neither a binary nor a script"),
     "no loader": (
         lambda path: path.write_bytes(elf(loader="/no/ld.so")),

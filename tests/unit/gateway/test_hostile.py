@@ -54,7 +54,7 @@ def test_no_request_reaches_a_log(
     captured = capfd.readouterr()
     logged = caplog.text + captured.out + captured.err
     assert key not in logged and "Traceback" not in logged, logged
-    assert "requests from agents failed, or could not be read: " in caplog.records[-1].message
+    assert "requests from agents that failed or could not be read: " in caplog.records[-1].message
     assert len(caplog.records) < 12, logged
 
 
@@ -150,7 +150,7 @@ async def test_the_parts_of_a_request_are_bounded(
         status, body = await fetch(endpoint, dialect.path, data=values(2000)[kind])
         assert (status, body["error"]["message"]) == (
             413,
-            "the request has more than 1,000 brackets and commas; send fewer or shorter messages",
+            "the request contains more than 1,000 brackets and commas; send fewer or shorter messages",
         )
         text = dialect.body([Message("user", "a, b" * 300 + "[]" * 50)])  # as long, with fewer
         assert (await fetch(endpoint, dialect.path, json=text))[0] == 200

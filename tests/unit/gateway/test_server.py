@@ -53,7 +53,7 @@ async def test_a_key_names_an_episode_and_dies_with_it(gateway: Gateway) -> None
     [
         (Refusal(EpisodeEnd.LENGTH, "too long", 9, 8), 400, "context_length_exceeded"),
         (Refusal(EpisodeEnd.MAX_TURNS, "enough"), 400, "max_turns"),
-        (ConfigError("the chat template rejects the roles"), 400, None),
+        (ConfigError("the chat template rejects messages with the roles"), 400, None),
         (EngineError("broke"), 500, None),
         (ZeroDivisionError(), 500, None),
         (ConnectionRefusedError("no engine"), 500, None),

@@ -89,7 +89,7 @@ def test_a_tree_with_logins_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("")
     top = name.removesuffix("/config")
-    with pytest.raises(ConfigError, match=rf"could read {top}, which may hold logins; .* allow: {top}$"):
+    with pytest.raises(ConfigError, match=rf"could read {top}, which may contain logins; .* allow: {top}$"):
         Command(line="true", files=str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("")  # no login
     for allow in (f"x, {top}", "*"):
@@ -261,9 +261,7 @@ def test_a_program_that_takes_too_much_memory_is_killed() -> None:
 
 def test_a_place_that_cannot_be_made_in_a_sandbox_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspaces, "OWN_DIRECTORIES", ("home", "../proc/such"))
-    with pytest.raises(
-        CommandError, match=r"the workspace in the sandbox could not be created: mkdir: .*proc/such"
-    ):
+    with pytest.raises(CommandError, match=r"the sandbox could not create its workspace: mkdir: .*proc/such"):
         played_with(Command(line="true", sandbox="jail"))
 
 

@@ -110,7 +110,10 @@ def test_what_ends_its_process_ends_its_call() -> None:
 
     async def main() -> None:
         for function, blocking in ((leave, False), (leave, True), (leave_in_the_loop, False)):
-            with pytest.raises(UserCodeError, match=r"SystemExit: os._exit\(7\) in a process that it shares"):
+            with pytest.raises(
+                UserCodeError,
+                match=r"SystemExit: os._exit\(7\) was called in a process that other episodes share",
+            ):
                 await call_user(lambda: call_without_deadline(function, blocking=blocking), 60.0)  # noqa: B023
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # a fork beside threads
             assert await call_user(fork_and_leave, 60.0) == 7
@@ -129,7 +132,7 @@ def test_a_vital_thread_ends_such_a_process_all_the_same() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and not ended.stdout
     *log, last_line = ended.stderr.splitlines()
-    assert last_line == ("thread 'gate' failed, which ends this process: ZeroDivisionError: division by zero")
+    assert last_line == ("thread 'gate' failed; exiting: ZeroDivisionError: division by zero")
     assert "Traceback (most recent call last):" in log
 
 

@@ -72,9 +72,9 @@ def test_import_list_and_remove(own: Path, tmp_path: Path, capsys: pytest.Captur
     assert (image.files, image.size) == (4, 4)
 
     assert main(["image", "remove", "base"]) == 0
-    assert capsys.readouterr().out == "base was removed; its image has other names\n"
+    assert capsys.readouterr().out == "base was removed; the image still has other names\n"
     assert main(["image", "remove", "other"]) == 2
-    assert "'other' is below 1 other images; remove sha256-" in capsys.readouterr().err
+    assert "'other' lies below 1 other image; remove sha256-" in capsys.readouterr().err
     for name in ("t-1", "other"):
         assert main(["image", "remove", name]) == 0
     assert left(own) == [] and list(own.glob("sha256-*")) == []
@@ -89,7 +89,7 @@ def test_an_image_over_one_has_its_settings(own: Path, tmp_path: Path) -> None:
     assert import_image(tree(tmp_path / "top"), "top", over="base").directory == "/work"
     most = '"over":' + json.dumps([base.digest] * MAX_IMAGES_BELOW)
     described.write_text(described.read_text().replace('"over":[]', most))
-    with pytest.raises(ConfigError, match="8 images already lie below it"):
+    with pytest.raises(ConfigError, match="already has 8 images below it"):
         import_image(tree(tmp_path / "top"), over="base")
 
 
@@ -204,8 +204,8 @@ def test_an_archive_comes_by_the_standard_input(own: Path, tmp_path: Path) -> No
 
 REFUSED = {
     "none.tar": "no such file or directory",
-    "empty": "has no /bin/sh: an image needs a shell; nothing was imported",
-    "/dev/null": "is not a tar archive",
+    "empty": "/bin/sh is missing, but an image needs a shell; nothing was imported",
+    "/dev/null": "the file is not a tar archive",
 }
 
 
@@ -225,14 +225,14 @@ def test_the_help_has_the_unit_and_default_of_each_bound(capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main(["image", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "--mib N import: fail above N MiB of files in all layers (default: 16384)" in shown
-    assert "--seconds N import: fail above N seconds for unpacking (default: 1800)" in shown
+    assert "--mib N import: allow at most N MiB of files in all layers (default: 16384)" in shown
+    assert "--seconds N import: allow at most N seconds for unpacking (default: 1800)" in shown
 
 
 def test_more_than_the_bound(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path(tree(tmp_path / "a", "large"), "large").write_bytes(bytes(2 << 20))
     assert main(["image", "import", str(tmp_path / "a"), "--mib", "1"]) == 2
-    assert "has more than 1 MiB of files (--mib)" in capsys.readouterr().err
+    assert "more than 1 MiB of files (--mib)" in capsys.readouterr().err
     assert left(own) == []
 
 
@@ -243,7 +243,9 @@ def test_the_time_of_an_import_is_bounded(own: Path, tmp_path: Path) -> None:
     with tarfile.open(bomb, "w:gz") as archive:
         archive.add(tree(tmp_path / "a"), ".")
     bomb.write_bytes(bomb.read_bytes() + 200 * gzip.compress(bytes(64 << 20), 1))
-    with pytest.raises(ConfigError, match=r"not unpacked within 1 s \(--seconds\); nothing was imported"):
+    with pytest.raises(
+        ConfigError, match=r"unpacking took more than 1 s \(--seconds\); nothing was imported"
+    ):
         import_image(str(bomb), bounds=Bounds(seconds=1))
     assert left(own) == []
 
@@ -255,7 +257,9 @@ def test_a_lock_that_is_kept_is_named_with_who_keeps_it(
     monkeypatch.setattr(importing_module, "LOCK_SECONDS", 0.1)
     with importing_module._lock_images(own):
         for call in (partial(import_image, str(tmp_path / "a")), partial(remove_image, "a")):
-            with pytest.raises(ConfigError, match=rf"\.lock: process {os.getpid()} has held it for 0\.1"):
+            with pytest.raises(
+                ConfigError, match=rf"\.lock: process {os.getpid()} has held this lock for 0\.1"
+            ):
                 call()
     assert find_image("a") == image
 
@@ -301,7 +305,8 @@ def test_users_and_machines_that_forbid_namespaces(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("kind", "said"), [(USER, "sandboxes can use them"), (FORBIDDEN, "sandboxes cannot use images here")]
+    ("kind", "said"),
+    [(USER, "sandboxes can use them"), (FORBIDDEN, "sandboxes on this machine cannot use images")],
 )
 def test_doctor_says_whether_they_work(own: Path, kind: list[str], said: str) -> None:
     look = "from asyncrl.launch.machine import check_images; print(*check_images(None))"
@@ -344,6 +349,6 @@ def test_an_import_that_finds_no_room_names_the_directory(own: Path, tmp_path: P
     *lines, litter = said.stdout.splitlines()
     assert len(lines) == 3, said.stderr
     for line, source in zip(lines, (tmp_path / "large.tar", large, "-"), strict=True):
-        assert line.startswith(f"{source}: {own} has no room for the image (OSError: [Errno 28]"), line
+        assert line.startswith(f"{source}: {own}: no space left for the image (OSError: [Errno 28]"), line
         assert line.endswith("set ASYNCRL_IMAGES to another directory; nothing was imported")
     assert litter == ""

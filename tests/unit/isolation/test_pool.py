@@ -65,7 +65,7 @@ SURVIVED = {
 }
 FATAL = {
     "segv": "the child was killed by SIGSEGV",
-    "leave": "the child ended with exit code 3",
+    "leave": "the child exited with code 3",
     "garbage": "the child sent an unreadable answer",
     "flood": "the child sent an answer of 4294967295 bytes",
     "hang": "",
@@ -122,7 +122,7 @@ async def test_waiting_for_a_process_has_a_bound() -> None:
         await pool.ask("fine")
         hung = asyncio.create_task(pool.ask("hang"))
         await asyncio.sleep(0)  # it has the only process now
-        assert await pool.ask("fine", patience=0.1) == "the child was not free for 0.1 s"
+        assert await pool.ask("fine", patience=0.1) == "the child was busy for 0.1 s"
         hung.cancel()
         assert await pool.ask("fine") == "fine"
 
@@ -209,10 +209,10 @@ async def test_closing_ends_calls_and_starts_nothing() -> None:
 
 
 async def test_closing_ends_a_start_that_is_waited_for(tmp_path: Path) -> None:
-    begun = tmp_path / "begun"
-    async with pooled(f"say {begun}") as pool:
+    start_file = tmp_path / "begun"
+    async with pooled(f"say {start_file}") as pool:
         call = asyncio.create_task(pool.ask("any"))
-        assert await written_line(begun) == "begun\n"
+        assert await written_line(start_file) == "begun\n"
         await pool.close()
         assert "pool is closed" in await call
 

@@ -299,10 +299,10 @@ REFUSED: dict[str, tuple[list[Entry], str]] = {
     "a name that only looks upwards": ([("..", None)], "contains .."),
     "a name with a NUL": ([made("x", pax_headers={"path": "a\0b"})], "null"),
     "a long name": ([("n" * 256, b"")], "File name too long"),
-    "a deep name": ([("a/" * 3000 + "b", b"")], "is nested in too many directories"),
+    "a deep name": ([("a/" * 3000 + "b", b"")], "the path has too many directories"),
     "a tree that is deep through links": (deep(), "File name too long"),
-    "a loop of links": ([("a", "b"), ("b", "a"), ("a/c", b"")], "'/a' above it is not a directory"),
-    "a file as a directory": ([("a", b""), ("a/b", b"")], "'/a' above it is not a directory"),
+    "a loop of links": ([("a", "b"), ("b", "a"), ("a/c", b"")], "the parent '/a' is not a directory"),
+    "a file as a directory": ([("a", b""), ("a/b", b"")], "the parent '/a' is not a directory"),
     "many files": ([(f"f{number}", b"") for number in range(60)], "more than 60 entries (--files)"),
     "many directories": ([(f"{n}/a/b/c/d/e/f", b"") for n in range(9)], "more than 60 entries (--files)"),
     "a large file": ([made("a", size=5 << 20)], "more than 4 MiB of files (--mib)"),
@@ -334,17 +334,17 @@ def test_names_of_any_characters_are_kept(unpack: Unpacker) -> None:
 
 
 def test_a_root_without_a_shell(unpack: Unpacker, outside: Path) -> None:
-    assert "has no /bin/sh" in unpack.refusal(tar(("usr", None)))
-    assert "has no /bin/sh" in unpack.refusal(tar(("bin/sh", f"{outside}/file")))
-    assert "has no /bin/sh" in unpack.refusal(tar(("bin/sh", None)))
+    assert "/bin/sh is missing" in unpack.refusal(tar(("usr", None)))
+    assert "/bin/sh is missing" in unpack.refusal(tar(("bin/sh", f"{outside}/file")))
+    assert "/bin/sh is missing" in unpack.refusal(tar(("bin/sh", None)))
     unpack(tar(("bin", "usr/bin"), ("usr/bin/sh", "/usr/bin/dash"), ("usr/bin/dash", b"#!")))
 
 
 def test_damaged_archives(unpack: Unpacker) -> None:
     whole = tar(SHELL, *((f"f{number}", os.urandom(3000)) for number in range(9)))
     packed = gzip.compress(whole)
-    assert "is not a tar archive" in unpack.refusal(b"no archive at all")
-    assert "is not a tar archive" in unpack.refusal(b"")
+    assert "the file is not a tar archive" in unpack.refusal(b"no archive at all")
+    assert "the file is not a tar archive" in unpack.refusal(b"")
     for cut in range(700, 27_000, 5_100):
         unpack.refusal(whole[:cut])
         unpack.refusal(packed[:cut])
@@ -358,7 +358,7 @@ def test_damaged_archives(unpack: Unpacker) -> None:
 
 def test_a_bomb_in_a_header_takes_bounded_memory(unpack: Unpacker) -> None:
     header = tar(made("x", tarfile.XHDTYPE, size=3 << 30))[:512]  # tarfile reads it whole
-    assert "a header over 1024 MiB" in unpack.refusal(
+    assert "the header needs more than 1024 MiB" in unpack.refusal(
         gzip.compress(tar(SHELL)[:1024] + header + bytes(1 << 20), 1)
     )
 
@@ -457,13 +457,13 @@ def test_deletions_stay_inside(unpack: Unpacker, outside: Path) -> None:
 
 @pytest.mark.parametrize("name", [".wh.", ".wh...", ".wh..", "bin/.wh...", "bin/.wh."])
 def test_deletions_of_no_name(unpack: Unpacker, name: str) -> None:
-    assert "does not name what to delete" in unpack.refusal(saved(BASE, tar((name, b""))))
+    assert "the entry does not name a file to delete" in unpack.refusal(saved(BASE, tar((name, b""))))
 
 
 def test_a_layer_may_delete_all(unpack: Unpacker) -> None:
     unpack(saved(BASE, tar(SHELL, (".wh..wh..opq", b""))))
     assert files(unpack.root) == {"bin", "bin/sh"}
-    assert "has no /bin/sh" in unpack.refusal(saved(BASE, tar((".wh.bin", b""))))
+    assert "/bin/sh is missing" in unpack.refusal(saved(BASE, tar((".wh.bin", b""))))
 
 
 def test_deletions_over_an_image_are_those_of_overlayfs(unpack: Unpacker) -> None:
@@ -481,17 +481,20 @@ def test_deletions_over_an_image_are_those_of_overlayfs(unpack: Unpacker) -> Non
 
 LAYOUT = ("oci-layout", b"{}")
 BROKEN: dict[str, tuple[bytes, str]] = {
-    "a missing layer": (saved(BASE, Layers=["0/layer.tar", "9/layer.tar"]), "names '9/layer.tar', which"),
-    "a layer of this machine": (saved(BASE, Layers=["../../../../etc/passwd"]), "which the archive lacks"),
-    "an absolute layer": (saved(BASE, Layers=["/etc/passwd"]), "which the archive lacks"),
-    "a missing configuration": (saved(BASE, Config="d.json"), "names 'd.json', which"),
+    "a missing layer": (saved(BASE, Layers=["0/layer.tar", "9/layer.tar"]), "lists '9/layer.tar', which"),
+    "a layer of this machine": (
+        saved(BASE, Layers=["../../../../etc/passwd"]),
+        "which is not in the archive",
+    ),
+    "an absolute layer": (saved(BASE, Layers=["/etc/passwd"]), "which is not in the archive"),
+    "a missing configuration": (saved(BASE, Config="d.json"), "lists 'd.json', which"),
     "layers without names": (saved(BASE, Layers=None), "manifest.json' cannot be read (Expected `array`"),
     "a configuration of numbers": (saved(BASE, config=[1]), "'c.json' cannot be read"),
     "settings of numbers": (saved(BASE, config={"config": {"Env": [1]}}), "Expected `str`, got `int`"),
     "a NUL in the settings": (saved(BASE, config={"config": {"Env": ["A=\0"]}}), "contain a NUL"),
-    "another machine": (saved(BASE, config={"architecture": "s390x"}), "is an image for s390x"),
-    "no image for this machine": (layout(BASE, machines=("s390x",)), "holds 0 images for"),
-    "two images": (layout(BASE, machines=("", "")), "holds 2 images for"),
+    "another machine": (saved(BASE, config={"architecture": "s390x"}), "the image is for s390x"),
+    "no image for this machine": (layout(BASE, machines=("s390x",)), "contains 0 images for"),
+    "two images": (layout(BASE, machines=("", "")), "contains 2 images for"),
     "two saved images": (
         tar(("manifest.json", json.dumps(2 * [{"Config": "", "Layers": []}]).encode())),
         "2 images",
@@ -500,11 +503,11 @@ BROKEN: dict[str, tuple[bytes, str]] = {
         tar(("index.json", b'{"manifests": [{"digest": "../index.json"}]}'), LAYOUT),
         "has no manifest",
     ),
-    "no list": (tar(("index.json", b"{}"), LAYOUT), "holds 0 images"),
-    "no list at all": (tar(LAYOUT), "names 'index.json', which the archive lacks"),
+    "no list": (tar(("index.json", b"{}"), LAYOUT), "contains 0 images"),
+    "no list at all": (tar(LAYOUT), "lists 'index.json', which is not in the archive"),
     "garbage": (tar(("manifest.json", os.urandom(99))), "cannot be read"),
     "a deep list": (tar(("manifest.json", b"[" * 100_000)), "cannot be read"),
-    "a layer that is none": (saved(BASE, b"no layer at all"), "is not a tar archive"),
+    "a layer that is none": (saved(BASE, b"no layer at all"), "the file is not a tar archive"),
     "a layer cut off": (saved(BASE[:2000]), ""),
 }
 

@@ -98,7 +98,7 @@ def test_attention_of_its_own_is_named_before_the_start(
 
     assert cli.main(["train", "--dry-run", *given.overrides, engine_of_a_user(given)]) == 0
     (rows_line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("rows:"))
-    assert rows_line.startswith("rows: padded instead of tree (trainer.packing): StableLmForCausalLM")
+    assert rows_line.startswith("rows: padded instead of tree (trainer.packing), because StableLmForCausalLM")
     assert rows_line.endswith(OWN_ATTENTION)
 
 
@@ -118,7 +118,7 @@ def test_a_plain_model_is_packed_and_served_where_its_slots_fit(
     monkeypatch.setattr("asyncrl.launch.memory.main_memory", lambda: MainMemory(total=2**31, available=2**31))
     assert cli.main(["train", "--dry-run", *given.overrides, "rollout.slots=20000"]) == 2
     refusal = capsys.readouterr().err
-    assert "rollout.slots: the embedded engine's 20000 slots take 3.1 GB, each 154.1 kB" in refusal
+    assert "rollout.slots: the embedded engine's 20000 slots take 3.1 GB (each 154.1 kB" in refusal
 
 
 @pytest.mark.full

@@ -229,8 +229,8 @@ KEPT = {  # what a resumed run keeps, and another value
     "kl.prompt": "Think.",
 }
 ADDRESSES = [  # of the launcher, of a server
-    ("127.0.0.1", "http://10.0.0.5:30000", "launch.host: 127.0.0.1 cannot be reached from http://10.0.0.5"),
-    ("localhost", "http://gpu-7:30000", "launch.host: localhost cannot be reached from http://gpu-7"),
+    ("127.0.0.1", "http://10.0.0.5:30000", "launch.host: http://10.0.0.5:30000 cannot reach 127.0.0.1"),
+    ("localhost", "http://gpu-7:30000", "launch.host: http://gpu-7:30000 cannot reach localhost"),
     ("127.0.0.1", "http://127.0.0.1:9", "engine.urls: "),
     ("127.0.0.1", "http://localhost:9", "engine.urls: "),
     ("localhost", "http://[::1]:9", "engine.urls: "),
@@ -242,14 +242,14 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ({"name": "a/b"}, "name: 'a/b' is not a valid directory name"),
         ({"name": "a\nb"}, "name: "),
         ({"name": 300 * "a"}, "name: a+… has more than 200 bytes"),
-        (run_with("config.yaml"), "a run with that name exists; continue it with resume=auto"),
+        (run_with("config.yaml"), "a run with this name exists; continue that run with resume=auto"),
         (run_with("run.db"), "resume=auto"),
         ({"resume": "must"}, "resume=must, but there is no run"),
         (file("runs", ""), "not a writable directory; set run_dir=…"),
         (mounted("ext4", "nfs"), r"network file system \(nfs\).*write-ahead log.*local disk"),
     ],
     "error: launch": [
-        ([lacking("ray"), RAY], r"is not installed; pip install 'asyncrl\[ray\]'"),
+        ([lacking("ray"), RAY], r"Ray is not installed; run pip install 'asyncrl\[ray\]'"),
         (
             [RAY, {"launch.gpus": {"engine": 1.5}}],
             r"Ray cannot reserve 1.5 .* \(engine\); use a whole number",
@@ -265,7 +265,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             renamed("layers.0.", "layers.0._fsdp_wrapped_module."),
             "'_fsdp_wrapped_module.': .*full state dict",
         ),
-        (renamed("q_proj", "q_proj.base_layer"), "not merged; save model.merge_and_unload"),
+        (renamed("q_proj", "q_proj.base_layer"), "unmerged adapters; save model.merge_and_unload"),
         (renamed("q_proj", "query"), r"lack 2 tensors .*the files have 2 tensors .*query\..*instead"),
         (without("layers.0.mlp.up_proj.weight"), "lack 1 tensor .*layers.0.mlp.up_proj.*not downloaded"),
         (narrower("norm.weight"), "in the files and .* in the model.*to different models"),
@@ -273,7 +273,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             eight_bits("up_proj.weight"),
             "up_proj.weight is F8_E4M3 in the files, but .*no quantization_config",
         ),
-        (added("draft.fc.weight", 999, 999), r"have 1 tensor \(draft.fc.weight\) .*% of their bytes"),
+        (added("draft.fc.weight", 999, 999), r"have 1 tensor \(draft.fc.weight\) .*% of the bytes"),
         (
             [{"kl.where": "loss"}, renamed("^", "_orig_mod.", key="kl.reference")],
             "kl.reference .*torch.compile",
@@ -288,13 +288,13 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "warning: tensors": [
         (
             added("draft.fc.weight", 2),
-            r"have 1 tensor \(draft.fc.weight\) that .* does not use: they are not trained",
+            r"have 1 tensor \(draft.fc.weight\) that .* does not use: unused tensors are not trained",
         )
     ],
     "error: template": [
         (
             edit(vocab_size=257),
-            "every token that ends a turn is 257 or higher, but the embedding .* has 257 rows",
+            "every token that ends a turn has an ID of at least 257, but the embedding .* has 257 rows",
         ),
         (
             [more_tokens, data(*questions(3), {"prompt": "<|image|>?", "ground_truth": 1})],
@@ -308,7 +308,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         (file("model/config.json", None), "config.json"),
         (file("model/config.json", "{"), "config.json.*JSON"),
         (file("model/model.safetensors", None), "no model.safetensors; save"),
-        (half_a_model, "1 of 2 weight files are missing, starting with model-2.safetensors"),
+        (half_a_model, r"weight files are missing \(1 of 2, starting with model-2.safetensors\)"),
         (file("model/model.safetensors", "version https"), "not readable as safetensors .*download or save"),
         (file("model/tokenizer.json", None), "no tokenizer.json; save"),
         (file(TEMPLATE, None), "no chat template"),
@@ -339,7 +339,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ({"engine.name": "troch"}, "unknown engine.*torch"),
         (
             COLOCATED | {"engine.name": "builtins:dict"},
-            "builtins:dict cannot sleep, which engine.colocated needs",
+            "builtins:dict does not support sleep, which engine.colocated requires",
         ),
         ({"algorithm.advantage": "gprpo"}, "unknown advantage.*grpo"),
         ({"algorithm.loss": "reinforced"}, "unknown loss.*reinforce"),
@@ -354,39 +354,39 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         (rows(4, prompt=[{"role": "bot", "content": "?"}]), "sample 0.*role 'bot'"),
         (rows(4, extra_info={"tools": ["weather"]}), "sample 0.*weather.*rollout.tools"),
         (OTHER_TOOLS, "extra_info"),
-        (rows(3), r"3 samples are too few for one batch.*groups_per_batch \(4\)"),
-        (rows(4, prompt=None), "sample 0: column prompt is null; provide some text"),
+        (rows(3), r"too few samples \(3\) for one batch.*groups_per_batch \(4\)"),
+        (rows(4, prompt=None), "sample 0: the prompt column is null; provide some text"),
         (
             file("by_level.py", "def f(completions, *, level): return [level[0]]", "rollout.reward=:f"),
-            "data.train: rollout.reward .*f needs the column 'level', but the first sample has .*extra_info",
+            "data.train: rollout.reward .*f needs a 'level' column, but the first sample has .*extra_info",
         ),
         (
             {"data.train": ["t.jsonl", {"path": "t.jsonl", "weight": 2}]},
-            "t.jsonl has no weight; set a weight for all sources",
+            "t.jsonl has no weight; set a weight for every source",
         ),
         (data(*4 * [LONG]), "all prompts have more than 284 tokens.*raise rollout.max_tokens"),
         ([data(*4 * [LONG]), FILTERED], "all prompts have more than 284 tokens"),
-        ([data(*FOUR[1:], LONG), FILTERED], "data.train: 3 samples are too few for one batch"),
-        (talks({}, {"content": ""}), "2 conversations have an empty .*and no others are left"),
+        ([data(*FOUR[1:], LONG), FILTERED], r"data.train: too few samples \(3\) for one batch"),
+        (talks({}, {"content": ""}), "2 conversations have an empty .*and no other samples are left"),
         *(
             ([UNTRUE, {"rollout.reward": reward}], "sample 0: no ground truth for rollout.reward [a-z]")
             for reward in COMPARED
         ),
     ],
     "warning: data": [
-        (data(*FOUR, LONG), "at least 1 prompts have more than 284 tokens .*set data.filter_overlong=true"),
-        ([data(*FOUR, LONG), FILTERED], r"1 prompts have .* 284 tokens \(the longest 6\d\d\).*left out"),
+        (data(*FOUR, LONG), "at least 1 prompt has more than 284 tokens .*set data.filter_overlong=true"),
+        ([data(*FOUR, LONG), FILTERED], r"1 prompt has .* 284 tokens \(the longest has 6\d\d\).*left out"),
         (
             talks(*YES, LONG_TALK),
-            "at least 1 conversations have .* 300 tokens.*their episodes will fail: set",
+            "at least 1 conversation has .* 300 tokens.*, so these episodes will fail; set",
         ),
         (
             [talks(*YES, LONG_TALK), FILTERED],
-            r"1 conversations have .* 300 tokens .*left out \(data.f",
+            r"1 conversation has .* 300 tokens .*left out \(data.f",
         ),
         (
             talks(*YES, {"content": " \n"}, {}, TOOL_CALL),
-            "2 conversations have an empty .*; left out",
+            "2 conversations have an empty .*, and will be left out",
         ),
         (data(*FOUR, *WORDS), 'final_number compares numbers, but 2 of the first 6 ground .* such as "rain"'),
         (rows(4, agent_name="tool_agent"), "4 samples request the agent loop 'tool_agent'"),
@@ -400,7 +400,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
         (
             rows(4, extro_info={}, level=3, agent_name=None),
-            r"columns: extro_info \(meant extra_info\?\), level; ",
+            r"columns: extro_info \(did you mean extra_info\?\), level; ",
         ),
         ([data(*4 * [{"messages": SAID, "tools": [], "uid": 1}]), SFT], "unused columns: uid; "),
     ],
@@ -415,7 +415,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "error: weights": [
         (beyond_shared_memory, "weights.directory=run"),
         (file("f", "", "weights.directory=/weights"), "f is not a writable directory; set weights.directory"),
-        ({"weights.directory": "shared"}, "'shared' is not auto, shm, run or an absolute path"),
+        ({"weights.directory": "shared"}, "'shared' is invalid; use auto, shm, run or an absolute path"),
     ],
     "error: servers": [
         ([SGLANG, {"engine.api_key_env": "ASYNCRL_NO_KEY"}], "engine.api_key_env: ASYNCRL_NO_KEY is not set"),
@@ -423,7 +423,10 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             [NO_SGLANG, SGLANG],
             "not installed.*engine.urls.*on a CPU, run make sglang-cpu .*then set engine=sglang_cpu",
         ),
-        ([SGLANG, {"engine.server_command": ["/nowhere/python"]}], "engine.server_command: /nowhere/python"),
+        (
+            [SGLANG, {"engine.server_command": ["/nowhere/python"]}],
+            "engine.server_command: no such program: '/nowhere/python'",
+        ),
         (
             [{"launch.host": "127.0.0.1"}, SGLANG | {"engine.urls": ["http://127.0.0.1:9"]}],
             "engine.urls.*http://127.0.0.1:9",
@@ -436,11 +439,11 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "warning: settings": [
         (
             {"rollout.slots": 27} | THREE,
-            r"at most 80 episodes run at once, so 1 of 81 slots .* and 4 times as many",
+            r"at most 80 episodes run at once, so 1 of 81 slots .* plus 4 times as many",
         ),
         (
             [THREE | {"rollout.slots": 11}, {"buffer.target_staleness": 1}],
-            r"at most 32 .* 1 of 33 slots .* and 1 times as many",
+            r"at most 32 .* 1 of 33 slots .* plus 1 times as many",
         ),
         ({"checkpoint.every": 0, "total_steps": 51}, "checkpoint.every=0.*all turns stay on disk"),
         (
@@ -451,7 +454,7 @@ SPOILT: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ([MISTRAL, CALCULATOR], "parser is hermes.*set rollout.parser=mistral"),
         (
             [large, {"trainer.lr": 1e-6}],
-            "lr=1e-06 is far from the usual 2e-05 for 100.0 M param.* than 1.5e-06",
+            "lr=1e-06 is far from the usual 2e-05 for 100.0 M param.* below 1.5e-06",
         ),
         ([large, {"model.lora_rank": 8, "trainer.lr": 1e-2}], "for adapters on 100.0 M parameters"),
         ([CORES[2], {"launch.threads": 2}], "means 4 busy threads on 2 cores.*set launch.threads=1"),

@@ -83,7 +83,7 @@ def test_no_line_is_wider_and_no_number_is_cut(
     for name in (LAG, ENTROPY, LENGTH):
         assert sum(line.startswith(f"{label(name):<16}") for line in lines) == 1
     assert ("version acked" in text) == (width > 60)  # the least important figures go first
-    assert lines[-1] == "g: newest good transcript, b: newest bad one"
+    assert lines[-1] == "g: newest good transcript, b: newest bad transcript"
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
@@ -141,12 +141,12 @@ def test_keys_show_a_transcript_and_the_terminal_is_given_back(tmp_path: Path) -
         os.environ |= {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
         os.execv(sys.executable, [sys.executable, "-c", CHILD, str(tmp_path), str(end)])
     try:
-        seen = until(terminal, b"b: newest bad one")
+        seen = until(terminal, b"b: newest bad transcript")
         assert not termios.tcgetattr(terminal)[3] & (termios.ECHO | termios.ICANON)
         for key, part in (
             (b"g", b"so it is 42"),
             (b"b", b"no bad transcript yet"),
-            (b"x", b"b: newest bad one"),
+            (b"x", b"b: newest bad transcript"),
         ):
             os.write(terminal, key)
             seen = until(terminal, part)

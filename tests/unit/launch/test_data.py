@@ -73,7 +73,7 @@ def test_the_measured_prompts_decide_where_others_are_not_measured(
     monkeypatch.setattr(data_module, "MAX_MEASURED_SAMPLES", 2)
     config = of_letters(tmp_path, 999, 900, 10)
     samples, (line,) = prepare_samples(
-        config, "train", RowLayout(), PromptBudgets(prompts=PromptBudget("prompts", 800, letters, letters))
+        config, "train", RowLayout(), PromptBudgets(prompts=PromptBudget("prompt", 800, letters, letters))
     )
     assert len(samples) == 3 and "at least 2 prompts" in line
 
@@ -85,12 +85,12 @@ def test_short_prompts_are_not_rendered_and_a_warning_measures_a_thousand_at_mos
         measured.append(sample.prompt[0].content)
         return letters(sample)
 
-    budget = PromptBudget("prompts", 800, tokens, tokens)
+    budget = PromptBudget("prompt", 800, tokens, tokens)
     assert (
         all(map(budget.fits_limit, rows(5000))) and len(measured) == 1
     )  # what the template and the tools take
     assert budget.longest_tokens == 0
-    budget = PromptBudget("prompts", 8, tokens, tokens)
+    budget = PromptBudget("prompt", 8, tokens, tokens)
     assert all(budget.keeps_sample(row, filter_overlong=False) for row in rows(5000))
     assert len(measured) == 1002
 
@@ -138,10 +138,10 @@ def test_an_answer_that_only_calls_a_tool_is_not_empty(given: Given) -> None:
         given.config(),
         "train",
         RowLayout(demonstrations=True),
-        PromptBudgets(demonstrations=PromptBudget("conversations", 100, lambda _: 1, lambda _: 1)),
+        PromptBudgets(demonstrations=PromptBudget("conversation", 100, lambda _: 1, lambda _: 1)),
     )
     assert [sample.row for sample in samples] == [0, 1, 2] and not samples[0].prompt[-1].tool_calls
-    assert line == "data.train: 2 conversations have an empty assistant message; left out"
+    assert line == "data.train: 2 conversations have an empty assistant message, and will be left out"
 
 
 def begin(given: RunConfig) -> None:
@@ -170,7 +170,7 @@ def test_a_limit_that_changes_which_prompts_are_left_out_is_named(given: Given) 
     given.edit(max_position_embeddings=4096)
     given.keys["rollout.max_tokens"] = 4096
     said = given.notes("data")[-1].text
-    assert "on rollout.max_tokens, which was 300 and is 4096; restore that" in said
+    assert "on rollout.max_tokens, which was 300 and is 4096); restore the" in said
 
 
 def test_a_task_after_many_samples_is_checked_too(given: Given) -> None:
@@ -192,25 +192,25 @@ def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given:
     assert "data.train: sample 0 is not a task, but rollout.reward judges" in given.notes("data")[-1].text
     given.keys |= {"data.train": str(given.folder / "tasks"), "rollout.tools": []}
     assert (
-        "data.train: no tool can work on the files of a task; set rollout.agent"
+        "data.train: no tool in rollout.tools can change a task's files; set rollout.agent"
         in given.notes("data")[-1].text
     )
     given.keys["rollout.tools"] = ["calculator"]
-    assert "data.train: no tool can work on the files of a task" in given.notes("data")[-1].text
+    assert "data.train: no tool in rollout.tools can change a task's files" in given.notes("data")[-1].text
     given.keys["rollout.tools"] = ["shell", "python"]
-    assert "data.train: 2 of rollout.tools change files, but" in given.notes("data")[-1].text
+    assert "data.train: 2 tools in rollout.tools change files, but" in given.notes("data")[-1].text
     given.keys["rollout.tools"] = ["shell", "calculator"]
     begin(given.config())
     given.keys["resume"] = "auto"
     *others, unnamed = given.notes("data")
     assert {note.level for note in others} == {"ok"} and unnamed.level == "warning"
     assert unnamed.text.startswith(
-        "data.train: 4 of 4 tasks name no tests: their score is whatever test.sh says"
+        "data.train: 4 of 4 tasks do not name their tests: their score is whatever test.sh reports"
     )
     bare_image(images, "bare", "app", digest="sha256-anew")
     assert (
-        "the samples, or their order, differ" in (said := given.notes("data")[-1].text)
-        and "for tasks, their images" in said
+        "the samples or their order have changed" in (said := given.notes("data")[-1].text)
+        and "the images of tasks" in said
     )
     given.keys |= {"resume": "never", "run_dir": str(given.folder / "other")}
     for name in "abcd":

@@ -189,7 +189,7 @@ def test_advice_on_the_type_is_what_the_machine_multiplies(
     single = config(model, model={"dtype": "float32"})
     assert not list(cost_warnings(config(model), gpu)) and not list(cost_warnings(single, gpu))
     monkeypatch.setattr(estimates, "cpu_speed", lambda dtype, rows: 1e11 * (1 + 2 * (dtype == "bfloat16")))
-    assert ("bfloat16 is 3.0 times as fast" in describe_costs(single, gpu)[0]) == (not gpu)
+    assert ("bfloat16 would be 3.0 times as fast" in describe_costs(single, gpu)[0]) == (not gpu)
     bfloat16[gpu] = False
     monkeypatch.setattr(estimates, "cpu_speed", lambda dtype, rows: 1e11 / (1 + 5 * (dtype == "bfloat16")))
     (line,) = cost_warnings(config(model), gpu)
@@ -208,8 +208,8 @@ def test_what_the_keys_together_mean_is_said(model: Path) -> None:
     text = "\n".join(describe_work(more, train_count=640, test_count=1319, prompt_tokens=77))
     for said in (
         "640 samples, 32 per step: 5 passes in 100 steps",
-        "data.epochs=1 ends the run earlier, at step 20",
-        "together: rollout.max_tokens=4096, one turn: rollout.max_new_tokens=1024; first prompt:",
+        "data.epochs=1 stops the run early, at step 20",
+        "1024 for each turn (rollout.max_new_tokens); the first prompt has ",
         "256 of 1,319 held-out samples (validation.samples), 1 x sampled and greedy, every 10 steps",
         "learning rate: 3 steps (trainer.warmup_steps)",
         "before the policy trains: 5 steps (critic.warmup_steps)",
@@ -232,10 +232,10 @@ def test_the_time_of_a_run_follows_from_what_the_cpu_multiplies(
     more |= {"total_steps": 3, "validation": {"samples": 16}}
     (line,) = describe_time(config(model, **more), 100, 100)
     assert (
-        "about 3.7 minutes, with 60 s of training and 20 s of sampling per step in parallel" in line
+        "about 3.7 minutes: per step, 60 s of training and 20 s of sampling in parallel" in line
     )  # 3·60 + 2·20
     recomputed = {"lr": 1e-5, "activation_checkpointing": "full"}
-    assert "with 80 s of training" in next(describe_time(config(model, **more, trainer=recomputed), 0, 100))
+    assert "80 s of training" in next(describe_time(config(model, **more, trainer=recomputed), 0, 100))
     assert not list(describe_time(config(model, engine={"name": "sglang"}), 0, 100))
 
 
@@ -261,7 +261,7 @@ def test_the_plan_says_what_checkpoints_take(model: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(estimates.shutil, "disk_usage", lambda path: SimpleNamespace(free=4_000_000_000))
     lines = describe_costs(config(model, model={"dtype": "float32"}), has_gpu=False)
     assert "100.0 M parameters, all weights trained, float32" in lines[0]
-    assert "1.6 GB each, every 50 steps; at most 3 at once: 4.8 GB of 4.0 GB free" in lines[1]
+    assert "1.6 GB each, every 50 steps; at most 3 at once: 4.8 GB of the 4.0 GB free" in lines[1]
     assert "adapters of rank 4" in describe_costs(config(model, model={"lora_rank": 4}), has_gpu=True)[0]
 
 
@@ -292,8 +292,8 @@ def test_learning_rates_of_published_runs_are_not_far(
     ("engine", "gpu", "trainer", "server"),
     [
         ({"name": "sglang"}, False, "on cpu", "a server, supervised"),
-        ({"name": "sglang"}, True, "on cuda", "a server on 1 GPU(s), supervised"),
-        ({"name": "sglang"}, None, "on auto", "a server on 1 GPU(s), supervised"),
+        ({"name": "sglang"}, True, "on cuda", "a server on 1 GPU, supervised"),
+        ({"name": "sglang"}, None, "on auto", "a server on 1 GPU, supervised"),
         ({"name": "sglang", "server_command": ["launch"]}, None, "on auto", "a server, supervised"),
     ],
 )
@@ -340,14 +340,14 @@ def test_the_dry_run_warns_of_what_a_micro_batch_takes(model: Path, monkeypatch:
     assert line.level == "ok" and "versions being published take 400.0 MB of main memory" in line.text
     _, short = describe_memory(config(model, trainer={"ranks": 2}), has_gpu=False)
     assert (
-        "2 trainer ranks need 2.6 GB, but only 2.0 GB is available" in short.text
+        "trainer's ranks (2) need 2.6 GB, but only 2.0 GB is available" in short.text
         and "activation_check" in short.text
     )
     assert short.level == "warning"
     deltas = {"trainer": {"ranks": 2}, "weights": {"full_every": 4}}
     line, short = describe_memory(config(model, **deltas), has_gpu=False)
     assert "versions being published take 300.0 MB of main memory" in line.text, "three copies of half of it"
-    assert "2 trainer ranks need 2.8 GB" in short.text
+    assert "trainer's ranks (2) need 2.8 GB" in short.text
 
 
 def test_the_dry_run_says_what_adapters_take_of_a_server(
@@ -361,10 +361,7 @@ def test_the_dry_run_says_what_adapters_take_of_a_server(
     )
     *_, line = describe_memory(config(model, engine={"name": "sglang"}, **keys), has_gpu=False)
     # 51,000 numbers of each rank, two bytes each; 6 versions of two agents, and the base, all as of rank 16
-    assert (
-        "version takes 2.4 MB; a server has room, besides its weights, for 13 adapters at once: 21"
-        in line.text
-    )
+    assert "version takes 2.4 MB; besides its weights, a server has room for 13 adapters: 21" in line.text
 
 
 @pytest.mark.parametrize(
@@ -402,7 +399,7 @@ def test_a_rank_may_hold_a_copy_for_each_sender_and_one_more(
 def test_a_model_that_cannot_be_estimated_ends_nothing(model: Path) -> None:
     (model / "config.json").write_text("{}")
     (line,) = describe_memory(config(model), has_gpu=False)
-    assert line.level == "warning" and line.text.startswith("cannot estimate the memory of a trainer rank: ")
+    assert line.level == "warning" and line.text.startswith("cannot estimate a trainer rank's memory: ")
 
 
 @pytest.mark.parametrize(

@@ -62,13 +62,13 @@ def test_kernels_are_those_that_a_model_file_names(model_type: str, modules: lis
 @pytest.mark.parametrize(
     ("version", "problem"),
     [
-        ("0.3.2", r"fla 0\.3\.2 is installed, .* need flash-linear-attention>=0\.4\.0: pip install"),
-        ("", r"a module fla without a version can be imported, .* or pip uninstall fla-core"),
+        ("0.3.2", r"fla 0\.3\.2 is installed, .* need flash-linear-attention>=0\.4\.0; run pip install"),
+        ("", r"a module named fla, which has no version, can be imported, .* or pip uninstall fla-core"),
     ],
 )
 def test_another_version_is_refused(given: Given, packages: Path, version: str, problem: str) -> None:
     install_fla(packages, version)
-    assert checked(given) == "not needed: no layer of the model carries a state"
+    assert checked(given) == "not needed: the model has no layers that carry a state"
     with pytest.raises(ConfigError, match=f"^{problem}"):
         checked(given, model_type="qwen3_next")
 
@@ -76,7 +76,9 @@ def test_another_version_is_refused(given: Given, packages: Path, version: str, 
 @pytest.mark.slow
 def test_kernels_without_a_gpu_are_refused(given: Given, packages: Path) -> None:
     install_fla(packages, "0.6.0")
-    problem = r"fla 0\.6\.0 is installed, .* layers of model\.path \(qwen3_5_text\); the kernels need a GPU"
+    problem = (
+        r"fla 0\.6\.0 is installed, .* layers of model\.path \(qwen3_5_text\), but the kernels need a GPU"
+    )
     with pytest.raises(ConfigError, match=problem):
         checked(given, model_type="qwen3_5", text_config={"model_type": "qwen3_5_text"})
 
@@ -86,7 +88,9 @@ def test_kernels_that_cannot_be_imported_do_no_harm(given: Given, packages: Path
     install_fla(packages, "0.6.0")
     (packages / "fla/ops/gated_delta_rule/__init__.py").write_text("import a_compiler_that_is_missing")
     listed = "fla 0.6.0, causal_conv1d not installed"
-    assert checked(given, model_type="qwen3_next").startswith(f"for layers that carry a state: {listed}")
+    assert checked(given, model_type="qwen3_next").startswith(
+        f"packages for layers that carry a state: {listed}"
+    )
 
 
 def test_a_critic_with_a_model_of_its_own_is_checked(given: Given, packages: Path, tmp_path: Path) -> None:

@@ -152,13 +152,19 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "warning: GPUs": [
         (
             [OLD, CUDA13],
-            r"lists 2 .*driver \(550.54\) supports CUDA 12.4 .*a driver for CUDA 13.0, or a torch .* 12$",
+            r"lists \(2\): .*driver \(550.54\) supports .* 12.4; .*for CUDA 13.0, or a build of torch .* 12$",
         ),
-        ([OLD, CUDA_NONE], "built without CUDA; install a torch built for CUDA 12"),
+        ([OLD, CUDA_NONE], "torch lacks CUDA; install a build of torch for CUDA 12"),
         ([OLD, CUDA12, invisible], "Error: .*CUDA_VISIBLE_DEVICES is '-1'"),
-        ([OLD, CUDA12], r"built for CUDA 12.8, and the driver \(550.54\) supports CUDA 12.4 .*'not set'"),
+        (
+            [OLD, CUDA12],
+            r"built for CUDA 12.8, and the driver \(550.54\) supports at most CUDA 12.4 .*'not set'",
+        ),
         ([OLD, CUDA12, OWN_TORCH], "built for CUDA 12.8"),
-        ([nvidia_smi("600.1", "12.9", "UMD Version"), CUDA13], r"driver \(600.1\) supports CUDA 12.9"),
+        (
+            [nvidia_smi("600.1", "12.9", "UMD Version"), CUDA13],
+            r"driver \(600.1\) supports at most CUDA 12.9",
+        ),
         (
             [nvidia_smi("", ""), CUDA12],
             r"built for CUDA 12.8 \([^)]*\); CUDA_VISIBLE_DEVICES",
@@ -168,8 +174,8 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ([gpus(4, APART), BROADCAST], "GPUs 0-1, 0-2 "),
     ],
     "error: GPUs": [
-        ([OLD, CUDA12, ON_GPUS], "nvidia-smi lists 2 GPUs.*built for CUDA 12.8"),
-        ([OLD, CUDA12, SERVERS], "nvidia-smi lists 2 GPUs.*built for CUDA 12.8"),
+        ([OLD, CUDA12, ON_GPUS], r"nvidia-smi lists \(2\): .*built for CUDA 12.8"),
+        ([OLD, CUDA12, SERVERS], r"nvidia-smi lists \(2\): .*built for CUDA 12.8"),
     ],
     "ok: GPUs": [
         (gpus(1), "CUDA"),
@@ -191,14 +197,14 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             [ENOUGH, sglang(sgl_kernel="", flashinfer=""), COLOCATED],
             "cannot start on a GPU: torch_memory_saver .* No module .*install sglang==0.5.23",
         ),
-        (python(""), r"has no sglang; install sglang==0\.5\.23 there"),
+        (python(""), r"sglang is not installed; run .* -m pip install sglang==0\.5\.23"),
     ],
     "warning: SGLang": [
-        (sglang("0.6.0"), r"has sglang 0\.6\.0; the tested version is 0\.5\.23\. Each server is checked"),
+        (sglang("0.6.0"), r"has sglang 0\.6\.0, but the tested version is 0\.5\.23; each server is checked"),
         ([ENOUGH, sglang(sgl_kernel="")], "slower.*flashinfer.*pip install sglang==0.5.23"),
-        (python("kill -SEGV $$"), r"\(it was killed by SIGSEGV\)"),
+        (python("kill -SEGV $$"), r"\(the interpreter was killed by SIGSEGV\)"),
         (python("echo no module >&2; exit 1"), r"\(no module\)"),
-        (python("exec sleep 100", 0.1), r"\(no answer within 0.1 s\)"),
+        (python("exec sleep 100", 0.1), r"\(the interpreter did not answer within 0.1 s\)"),
     ],
     "ok: SGLang": [
         ([ENOUGH, sglang(sgl_kernel="", flashinfer="")], "0.5.23"),
@@ -210,7 +216,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "warning: /dev/shm": [
         (
             shared_memory(SMALL, 0),
-            "67.1 MB of 67.1 MB free.*--shm-size=16g, or --ipc=host; or weights.directory",
+            "67.1 MB of 67.1 MB free.*--shm-size=16g or --ipc=host, or set weights.directory",
         ),
         (
             [gpus(1), shared_memory(SMALL, 100 * MIB)],
@@ -232,14 +238,17 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
     "error: network": [
         ([*two("eth9"), RANKS], r"NCCL_SOCKET_IFNAME=eth9 .* \(eth0, ib0, eth1 \(down\)\); correct"),
         ([*two("=eth"), RANKS], "NCCL_SOCKET_IFNAME==eth "),
-        ([*two("eth1"), RANKS], "NCCL_SOCKET_IFNAME=eth1 matches no interface that is up"),
-        ([*two("^lo,eth,ib"), RANKS], "matches no interface that is up"),
+        ([*two("eth1"), RANKS], "NCCL_SOCKET_IFNAME=eth1 does not match any active interface"),
+        ([*two("^lo,eth,ib"), RANKS], "does not match any active interface"),
         ([*two("eth9"), TP], "NCCL_SOCKET_IFNAME=eth9"),
     ],
     "warning: network": [
-        ([*two(), ATTACHED], "any of eth0, ib0, .*; export NCCL_SOCKET_IFNAME=NAME .*for the servers"),
-        ([*two("eth9"), RAY], "NCCL_SOCKET_IFNAME=eth9 matches no interface"),
-        ([*two("lo"), RAY], "only the loopback interface is left .* check NCCL_SOCKET_IFNAME"),
+        (
+            [*two(), ATTACHED],
+            r"wrong interface \(eth0, ib0, .*; export NCCL_SOCKET_IFNAME=NAME .*for the servers",
+        ),
+        ([*two("eth9"), RAY], "NCCL_SOCKET_IFNAME=eth9 does not match any"),
+        ([*two("lo"), RAY], "only the loopback interface is usable .* check NCCL_SOCKET_IFNAME"),
         ([*interfaces("", "-eth0"), RAY], r"only the loopback interface .*\(eth0 \(down\)\)"),
     ],
     "ok: network": [
@@ -255,12 +264,15 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ([*interfaces("eth9", "eth0", gpus_there=0), RANKS], "eth0"),  # no NCCL
     ],
     "ok: open files": [
-        ([*FILES, {"rollout.workers": 100}], r"1024 per process of a run \(ulimit -n: 256, at most 1024\)")
+        (
+            [*FILES, {"rollout.workers": 100}],
+            r"1024 per process of a run \(ulimit -n: 256, hard limit: 1024\)",
+        )
     ],
     "warning: open files": [
         (
             [*FILES, {"rollout.workers": 300}],
-            ": 256, .* 903 connections to the coordinator do not fit; raise the hard",
+            ": 256, .* too few for 903 connections to the coordinator; raise the hard",
         )
     ],
     "ok: agent": [
@@ -282,11 +294,11 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
         (
             claude(f"echo {CLAUDE_CODE.tested}", sandbox="none"),
-            "can read and write everything that you can, .* the network",
+            "can read and write everything that you can .* and use the network",
         ),
         (
             [claude(f"echo {CLAUDE_CODE.tested}"), {"rollout.slots": 10**6}],
-            "1000000 slots .* need 314572.8 GB, 300 MB",
+            "1000000 slots .* need 314572.8 GB \(300 MB",
         ),
     ],
     "error: agent": [
@@ -295,7 +307,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
             claude("echo no loader >&2; exit 1"),
             "in the sandbox: claude exited with code 1: no loader; set `program` to its path",
         ),
-        (claude("exec sleep 100", 0.2), "cannot be run in the sandbox: no answer in time"),
+        (claude("exec sleep 100", 0.2), "cannot run in the sandbox: the program did not answer in time"),
         (
             claude("exit 3", sandbox="none"),
             "here: claude exited with code 3: no .* set `program` to its path$",

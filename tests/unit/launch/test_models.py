@@ -297,7 +297,7 @@ QUANTIZED = {"quantization_config": {"quant_method": "mxfp4"}}
 @pytest.mark.parametrize(
     ("model_settings", "method", "advice"),
     [
-        (QUANTIZED, "mxfp4", r", or write one .*Mxfp4Config\(dequantize=True\)"),
+        (QUANTIZED, "mxfp4", r", or create one .*Mxfp4Config\(dequantize=True\)"),
         (
             {"text_config": {"quantization_config": {"quant_method": "compressed-tensors"}}},
             "compressed-tensors",
@@ -326,7 +326,7 @@ def test_quantized_models_are_refused_where_ranks_read_them(
     check_not_quantized(config)
 
     (paths[key] / "config.json").write_text(json.dumps(model_settings))
-    message = rf"^{key} .*: its weights are quantized \({method}\), .* bfloat16 version of the model{advice}"
+    message = rf"^{key} .*: the weights are quantized \({method}\), .* bfloat16 version of the model{advice}"
     with pytest.raises(ConfigError, match=message):
         check_not_quantized(config)
 
@@ -368,7 +368,7 @@ def test_sizes_of_a_composite_model_are_those_of_its_text_part(tmp_path: Path) -
     rollout = {"max_tokens": 5000}
     config = parse({"name": "x", "data": {"train": "d"}, "model": {"path": str(model)}, "rollout": rollout})
     with pytest.raises(
-        ConfigError, match=r"rollout\.max_tokens \(5000\) exceeds the model's context \(4096\)"
+        ConfigError, match=r"rollout\.max_tokens \(5000\) exceeds the model's context length \(4096\)"
     ):
         check_model(config)
 

@@ -49,8 +49,8 @@ def placing(nodes: list[Node], *overrides: str) -> NodeAssignment:
 
 def placed(nodes: list[Node], *overrides: str) -> list[str]:
     """The processes of each machine."""
-    said = placing(nodes, *overrides).describe_nodes(nodes)
-    return [line.rpartition(": ")[2] for line in said]
+    node_lines = placing(nodes, *overrides).describe_nodes(nodes)
+    return [line.rpartition(": ")[2] for line in node_lines]
 
 
 @pytest.mark.parametrize(
@@ -106,47 +106,45 @@ def test_a_pool_is_used_by_its_role_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "overrides", "said"),
+    ("gpus", "overrides", "complaint"),
     [
         (
             (2, 0),
             CUDA,
-            r"trainer-2 needs 1 GPU\(s\) on one machine, "
-            r"but only these are left: 10.0.0.1 0 of 2, 10.0.0.2 0 of 0 "
+            r"trainer-2 needs 1 GPU on one machine, "
+            r"but too few are left: 10.0.0.1 0 of 2, 10.0.0.2 0 of 0 "
             r"\(the run needs 4: trainer 3, rollout 1\); change trainer.ranks",
         ),
         (
             (3, 3),
             ("engine=sglang", "engine.tp=4"),
-            r"engine-0 needs 4 GPU\(s\) on one machine, .* 10.0.0.1 2 of 3, 10.0.0.2 3 of 3",
+            r"engine-0 needs 4 GPUs on one machine, .* 10.0.0.1 2 of 3, 10.0.0.2 3 of 3",
         ),
         (
             (0, 4),
             CUDA,
-            r"trainer-0 needs 1 GPU\(s\) on the launcher's machine, .* 10.0.0.1 0 of 0 .* start asyncrl on",
+            r"trainer-0 needs 1 GPU on the launcher's machine, .* 10.0.0.1 0 of 0 .* start asyncrl on",
         ),
-        ((0, 0), CUDA, r"trainer-0 needs 1 GPU\(s\) on the launcher's machine"),
+        ((0, 0), CUDA, r"trainer-0 needs 1 GPU on the launcher's machine"),
         (
             (0, 0),
             ("launch.pools={rollout: big}",),
-            r"launch.pools: rollout-0 needs 'big', which one machine must .*--resources='\{\"big\": 1\}'",
+            r"launch.pools: rollout-0 needs 'big' on one machine; .*--resources='\{\"big\": 1\}'",
         ),
     ],
 )
 def test_machines_that_cannot_have_all_are_refused(
-    gpus: tuple[float, ...], overrides: tuple[str, ...], said: str
+    gpus: tuple[float, ...], overrides: tuple[str, ...], complaint: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=complaint):
         placing(machines(*gpus), *overrides)
 
 
 def test_what_a_pool_has_left_is_named() -> None:
     nodes = [*machines(4), Node("2", "10.0.0.2", 1, 1, frozenset(["big"]))]
     keys = ("launch.pools={rollout: big}", "launch.gpus={rollout: 1}", "rollout.workers=2")
-    said = (
-        r"rollout-1 needs 1 GPU\(s\) on one machine with 'big', but only these are left: 10.0.0.2 0 of 1 \("
-    )
-    with pytest.raises(ConfigError, match=said):
+    complaint = r"rollout-1 needs 1 GPU on one machine with 'big', but too few are left: 10.0.0.2 0 of 1 \("
+    with pytest.raises(ConfigError, match=complaint):
         placing(nodes, *keys)
 
 
@@ -183,7 +181,7 @@ def test_a_process_does_not_wait_for_what_ray_gave_to_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "dialled", "said"),
+    ("overrides", "dialled", "complaint"),
     [
         (
             (),
@@ -198,10 +196,10 @@ def test_a_process_does_not_wait_for_what_ray_gave_to_another() -> None:
         ),
     ],
 )
-def test_what_machines_must_share(overrides: tuple[str, ...], dialled: str, said: str) -> None:
+def test_what_machines_must_share(overrides: tuple[str, ...], dialled: str, complaint: str) -> None:
     nodes = machines(1, 1)
     config = configured("launch=ray", *overrides)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=complaint):
         check_shared_resources(config, nodes, "1", dialled, placing(nodes, *overrides))
     works = (*REACHED, "checkpoint.directory=/shared", *overrides)
     check_shared_resources(configured(*works), nodes, "1", "10.0.0.1", placing(nodes, *overrides))

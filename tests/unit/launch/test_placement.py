@@ -179,7 +179,7 @@ def test_without_ranks_on_gpus_servers_and_engines_use_them_all(
             3,
             1,
             {"servers": 3},
-            "share GPUs 2 with other processes, but each would take 0.85",
+            "share GPUs 2 with other processes, but each server would take 85%",
         ),
     ],
 )

@@ -160,11 +160,13 @@ def test_a_sample_goes_through_each_tool_and_the_reward(given: Given) -> None:
     assert unknown == [nothing], "without a ground truth there is one answer"
     task = msgspec.structs.replace(sample, extra_info_json='{"task": {"name": "t", "image": "debian"}}')
     (judged,) = asyncio.run(preflight.try_sample(without, task))
-    assert judged == ok("not tried here; asyncrl tasks check runs the tests of tasks"), "no answer is judged"
+    assert judged == ok("the reward is not tried here; asyncrl tasks check runs the tasks' tests"), (
+        "no answer is judged"
+    )
     call = '{"city":"1","days":1,"kind":"rain"}'
-    assert weather == ok(f"weather({call}) replies 'rain in 1 for 1'")
+    assert weather == ok(f"weather({call}) returns 'rain in 1 for 1'")
     assert broken.level == "warning" and "OSError: no network" in broken.text
-    assert right == ok("the ground truth as the answer scores 0.25")
+    assert right == ok("as an answer, the ground truth scores 0.25")
     assert nothing.level == "warning" and "division by zero" in nothing.text and "own.py:2" in nothing.text
 
 
@@ -191,8 +193,8 @@ def test_a_reward_that_reads_the_object_of_tools_is_tried(given: Given) -> None:
     parts = Inputs(given.config()).parts
     sample = Sample(0, "d", (Message("user", "?"),), "null", extra_info_json='{"secret": 7}')
     assert asyncio.run(preflight.try_sample(parts, sample)) == [
-        ok("""guess({"number":1}) replies 'right'"""),
-        ok("an empty text as the answer scores 0.25"),
+        ok("""guess({"number":1}) returns 'right'"""),
+        ok("as an answer, an empty text scores 0.25"),
     ]
     without_secret = msgspec.structs.replace(sample, extra_info_json="{}")
     guess, score = asyncio.run(preflight.try_sample(Inputs(given.config()).parts, without_secret))
@@ -227,14 +229,14 @@ def test_two_objects_that_both_leave_a_reward_are_warned_of(given: Given) -> Non
     sample = Sample(0, "d", (Message("user", "?"),), "null", extra_info_json='{"secret": 7}')
     notes = asyncio.run(preflight.try_sample(Inputs(given.config()).parts, sample))
     assert [note.text for note in notes if note.level == "warning"] == [
-        "the tools return no result for the reward: ToolError: two tools return 'reward' as their result; "
-        "use one of them"
+        "the tools fail to return a result for the reward: ToolError: two tools return 'reward' as their "
+        "result; use only one of them"
     ]
 
 
 def test_each_data_source_has_a_teacher_or_the_run_is_refused(given: Given) -> None:
     given.keys |= {"scorers.teacher": {"urls": ["http://t"], "sources": ["elsewhere"]}, "kl.where": "loss"}
-    with pytest.raises(ConfigError, match=r"no teacher has the data source \S+ among its sources") as caught:
+    with pytest.raises(ConfigError, match=r"no teacher lists the data source \S+ in its sources") as caught:
         list(preflight.load_data(Inputs(given.config())))
     source = str(caught.value).split("data source ")[1].split()[0]
     given.keys["scorers.teacher"]["sources"].append(source)

@@ -171,7 +171,7 @@ def test_a_lost_role_lets_the_coordinator_write_down_where_it_was(play: Play) ->
         play.hub.send(peer, Status("running", 1, 9, {}, ()))
         play.processes["rollout-0"].code = 70
         _, stop = play.hear(Stop)
-        assert "rollout-0 ended with exit code 70" in stop.reason
+        assert "rollout-0 exited with code 70" in stop.reason
         play.processes["coordinator-0"].code = 0
 
     ending = play.run(part)
@@ -282,7 +282,7 @@ def test_a_role_that_hangs_is_replaced(tmp_path: Path) -> None:
         play.hear(Stop)  # here with a budget of no restarts
         play.processes["coordinator-0"].code = 1
 
-    assert "trainer-0 was killed by SIGKILL; all 0 restarts" in play.run(part).error
+    assert "trainer-0 was killed by SIGKILL; no restarts are left" in play.run(part).error
     assert ("note", "no sign of life: replacing the process") in play.shown
     play.hub.close()
 
@@ -316,7 +316,7 @@ def test_a_run_that_begins_behind_an_interrupt_was_not_asked_to_stop(play: Play)
 def test_a_coordinator_that_never_comes_is_named(tmp_path: Path) -> None:
     play = Play(tmp_path, start_timeout=0.01)
     ending = play.run(lambda: None)
-    assert ending.code == 1 and "no status from the coordinator after" in ending.error
+    assert ending.code == 1 and "the coordinator sent no status for" in ending.error
     play.hub.close()
 
 

@@ -111,7 +111,7 @@ def test_a_cluster_that_refuses_the_run_leaves_none_in_trackers(
     opened: list[RunConfig] = []
     monkeypatch.setattr(checks, "run_checks", passed_checks)
     monkeypatch.setattr(start.Trackers, "open", lambda config, run_dir: opened.append(config))
-    with pytest.raises(ConfigError, match="no Ray cluster"):
+    with pytest.raises(ConfigError, match="cannot connect to a Ray cluster"):
         start.train(refused)
     assert not opened
 

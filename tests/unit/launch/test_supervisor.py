@@ -176,7 +176,7 @@ def test_time_alone_or_a_step_alone_is_no_new_budget(tmp_path: Path, steps: int,
     world.supervisor.run_step += steps
     world.newest("rollout-0").code = 70
     ending = world.supervisor.poll_processes(seconds)
-    assert ending is not None and "are used up" in ending.error
+    assert ending is not None and "no restarts are left" in ending.error
 
 
 def test_a_role_that_ended_by_itself_is_quoted(world: World, tmp_path: Path) -> None:
@@ -203,7 +203,10 @@ terminate called after throwing an instance of 'c10::DistBackendError'
     world.newest("trainer-1").code = -signal.SIGABRT
     world.supervisor.poll_processes(0)
     (note,) = world.notes
-    assert "trainer-1 was killed by SIGABRT" in note and "a collective of the trainer ranks timed out" in note
+    assert (
+        "trainer-1 was killed by SIGABRT" in note
+        and "a collective operation among the trainer ranks timed out" in note
+    )
     assert note.endswith(timeout)
 
 
@@ -272,7 +275,7 @@ def test_a_coordinator_that_was_about_to_be_restarted_is_so_for_a_stop(world: Wo
 def test_exits_are_described() -> None:
     assert describe_exit(-9) == "was killed by SIGKILL"
     assert describe_exit(-99) == "was killed by signal 99"
-    assert describe_exit(3) == "ended with exit code 3"
+    assert describe_exit(3) == "exited with code 3"
 
 
 def test_a_worker_that_leaves_while_the_run_goes_on_is_replaced(world: World) -> None:
@@ -280,6 +283,6 @@ def test_a_worker_that_leaves_while_the_run_goes_on_is_replaced(world: World) ->
     world.newest("rollout-0").code = 0
     assert world.supervisor.poll_processes(0.0) is None
     assert world.supervisor.poll_processes(LEAVE_SECONDS + 1) is None
-    assert "rollout-0 ended with exit code 0" in world.notes[-1]
+    assert "rollout-0 exited with code 0" in world.notes[-1]
     world.supervisor.poll_processes(LEAVE_SECONDS + 2)
     assert world.newest("rollout-0").code is None

@@ -36,7 +36,7 @@ def test_a_line_shows_the_first_ground_truth_as_the_reward_compares_it(
     reward: str, truth: Any, as_compared: str
 ) -> None:
     (line,), warnings = describe_truths(load_rewards({reward: OPTIONS.get(reward, {})}), samples(truth))
-    assert line.startswith(f"rollout.reward {reward}: 1 of the first 1 ground truths are ")
+    assert line.startswith(f"rollout.reward {reward}: ground truths contain ")
     assert line.endswith(f", such as {json.dumps(truth)}, compared as {as_compared}") and not warnings
 
 
@@ -67,10 +67,10 @@ def test_each_reward_and_type_has_a_line(tmp_path: Any) -> None:
     mine = f"{tmp_path}/mine.py:score"
     mixed = samples("a", 1, "b", 2.5, ["c"], {"target": "d"}, None, "b'x'")
     lines, warnings = describe_truths(load_rewards({"exact": {}, mine: {}, "format": {}}), mixed)
-    assert [line.split("ground truths are ")[1].split(",")[0] for line in lines] == [
+    assert [line.split("ground truths contain ")[1].split(" ")[0] for line in lines] == [
         *("text", "numbers", "lists", "objects"),
         *("text", "numbers", "lists", "objects"),
     ]
-    assert lines[4] == 'rollout.reward score: 3 of the first 8 ground truths are text, such as "a"'
+    assert lines[4] == 'rollout.reward score: ground truths contain text (3 of the first 8), such as "a"'
     assert ["exact" in warnings[0], "score" in warnings[1]] == [True, True]
     assert not describe_truths(load_rewards({"regex": {"pattern": "x"}}), samples("b'x'"))[1]

@@ -104,7 +104,7 @@ def test_what_is_wrong_is_named_alone(name: str, last: dict[str, float], less: d
             {"failed": "attempts failed: 37 reward_error; latest: KeyError: 'answer' (mine.py:41)"},
             "37 of 40, mostly reward_error: KeyError: 'answer' (mine.py:41)",
         ),
-        ("a process was lost", {"async/workers": 1.0}, {}, "only 1 of 2 workers are connected"),
+        ("a process was lost", {"async/workers": 1.0}, {}, "only 1 of 2 workers is connected"),
         (
             "a process was lost", {FAILED + "worker_lost": 12.0}, {"lost": "worker 1 in step 5 (silent)"},
             "12 attempts were lost with a worker and restarted, latest: worker 1 in step 5 (silent)",
@@ -115,7 +115,7 @@ def test_what_is_wrong_is_named_alone(name: str, last: dict[str, float], less: d
         ),
         (
             "no progress", {}, {"seconds": 400.0, "waits": ("trainer 0: trajectories of step 0",)},
-            "no episode finished for 0:06:40: trainer 0: trajectories of step 0",
+            "no episode has finished for 0:06:40: trainer 0: trajectories of step 0",
         ),
     ],
 )  # fmt: skip
@@ -169,10 +169,10 @@ def test_the_cause_has_an_advice_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("last", "said"),
     [
-        ({"timing_s/reward/mean": 7.0}, "the reward function (7 s of the 10 s of an episode; the"),
+        ({"timing_s/reward/mean": 7.0}, "the reward function (7 s of the 10 s that an episode takes; the"),
         ({"timing_s/tools/mean": 6.0}, "tools (6 s of"),
         ({"timing_s/tools/mean": 1.0}, "sampling (8 s of"),
-        ({"async/trainer_idle_frac": 0.01, "async/rollout_idle_frac": 0.7}, "the trainer (it waits 1%"),
+        ({"async/trainer_idle_frac": 0.01, "async/rollout_idle_frac": 0.7}, "the trainer (waiting 1%"),
         ({"async/trainer_idle_frac": 0.3, "timing_s/reward/mean": 7.0}, ""),
     ],
 )
@@ -192,7 +192,7 @@ def test_advice_waits_until_nothing_is_wrong() -> None:
 
 def test_a_run_that_stands_still_is_distinguished_from_one_that_validates() -> None:
     (found_alert,) = find_alerts(run({}), status(seconds=400.0), KEYS)
-    assert found_alert.name == "no progress" and found_alert.what == "no step finished for 0:06:20"
+    assert found_alert.name == "no progress" and found_alert.what == "no step has finished for 0:06:20"
     assert not find_alerts(run({}), status(seconds=300.0), KEYS)
     assert not find_alerts(
         run({}), status(seconds=400.0, waits=("the validation of step 10: 3 of 8 …",)), KEYS
@@ -250,7 +250,8 @@ def test_since_when_a_run_is_solved() -> None:
     )
     assert (
         found_alerts[0].what
-        == "held-out success 98%, solved since step 10; 50% of the episodes teach nothing new"
+        == "held-out success is 98%, and the task has been solved since step 10; 50% of the episodes teach "
+        "nothing new"
     )
 
 

@@ -42,6 +42,7 @@ def test_nothing_is_lost_and_no_line_is_too_wide(text: str, width: int, hanging_
     if cell_len(text) > width:
         assert "".join("".join(lines).split()) == "".join(text.split())
         assert all(cell_len(line) <= width for line in lines if text.strip() and not text.startswith(" "))
+        assert all(line.strip() for line in lines) or not text.strip(), "an empty line was added"
     else:
         assert lines == [text]
 

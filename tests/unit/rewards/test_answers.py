@@ -200,7 +200,7 @@ def test_none() -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"gsm8k.method.*one of strict, flexible"):
+    with pytest.raises(ConfigError, match=r"gsm8k.method.*choose from strict, flexible"):
         load_rewards({"gsm8k": {"method": "loose"}})
     with pytest.raises(ConfigError, match="'pattern' is missing"):
         load_rewards("regex")

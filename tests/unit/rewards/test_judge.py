@@ -60,7 +60,7 @@ def answer(script: Script, judgement: str, status: int) -> None:
         ("Score: 4", {"scale": 5}, 0.8),
         ("[[2]] or [[1]]", {"score": r"\[\[(\d)\]\]", "scale": 2}, 0.5),
         ("grade A: 1", {"score": r"grade (A|B): (\d)"}, "ValueError: could not convert"),
-        ("I will not say.", {}, "ValueError: the judge gave no score: 'I will not say.'"),
+        ("I will not say.", {}, "ValueError: the judge's answer contains no score: 'I will not say.'"),
     ],
 )
 def test_the_number_that_the_judge_writes(
@@ -90,14 +90,14 @@ def test_the_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"prompt": "{{ answr }}"}, "unknown variable 'answr' in the prompt; known: answer, "),
-        ({"prompt": "{{ answer"}, "not a Jinja template"),
+        ({"prompt": "{{ answr }}"}, "unknown variable 'answr' in the prompt; available: answer, "),
+        ({"prompt": "{{ answer"}, "not a valid Jinja template"),
         ({"prompt": "missing.txt"}, "'missing.txt' cannot be read"),
-        ({"score": "("}, "is not a valid pattern"),
+        ({"score": "("}, "is not a valid regular expression"),
         ({"score": "Score"}, "has no group"),
         ({"scale": 0}, "scale"),
         ({"url": "localhost"}, "must begin with http"),
-        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY does not contain a key"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY is unset or empty"),
         ({"modle": "x"}, "unknown option 'modle'"),
     ],
 )

@@ -203,8 +203,8 @@ def test_the_completions_of_trl_begin_after_the_prompt(
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("trl_two", r"the reward is \[1.0, 0.0\]; expected a list of one number"),
-        ("trl_number", "the reward is 1.0; expected a list of one number"),
+        ("trl_two", r"the reward is \[1.0, 0.0\]; expected a list with one number"),
+        ("trl_number", "the reward is 1.0; expected a list with one number"),
         (
             "trl_column",
             r"trl_column \(mine.py:\d+\) needs 'answer'; the columns are hard, .*, environments; put answer",
@@ -224,9 +224,9 @@ def test_a_reward_of_trl_that_fails_says_why(file: Path, name: str, complaint: s
         (
             "short",
             {},
-            r"short \(mine.py:\d+\) takes other arguments .*write a function of .*\(given: RewardInput\)",
+            r"short \(mine.py:\d+\) cannot be called .*write a function with .*\(given: RewardInput\)",
         ),
-        ("twice", {}, "takes other arguments"),
+        ("twice", {}, "cannot be called with the expected arguments"),
         ("number", {}, "is not a function"),
         ("Dumb", {}, "cannot be called"),
         ("vague", {}, "no usable signature .*Nowhere"),

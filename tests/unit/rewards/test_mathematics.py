@@ -75,7 +75,7 @@ def test_only_boxed_ones_and_a_comparison_without_end() -> None:
 
 
 def test_a_ground_truth_that_says_nothing() -> None:
-    with pytest.raises(Exception, match="the ground truth '' cannot be read"):
+    with pytest.raises(Exception, match="the ground truth '' cannot be parsed"):
         scores([(r"\boxed{2}", "")])
 
 

@@ -45,7 +45,7 @@ def test_picked(values: list[float], label: int, normalise: Any, expected: float
 
 
 def test_a_label_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="label 2 is too high for a model that returns 2 numbers"):
+    with pytest.raises(ValueError, match="label 2 is too high: the model's last label is 1"):
         normalised_output([0.0, 1.0], 2, "none")
 
 
@@ -95,7 +95,7 @@ async def test_sglangs_reward_model(tokenizer: Any) -> None:
             ids = tokenizer.apply_chat_template(conversation, return_dict=False)
             assert script.requests == [("/classify", {"input_ids": ids}, "")] * 3
             script.says("/classify", 200, b'{"embedding": "none"}')
-            with pytest.raises(RewardError, match="not the answer of a reward model"):
+            with pytest.raises(RewardError, match="the answer is not from a reward model"):
                 await episode_reward.score_episode(GIVEN)
             script.says("/classify", 400, b'{"error": "no reward model"}')
             with pytest.raises(RewardError, match="status 400"):
@@ -115,7 +115,9 @@ async def test_a_scorer_of_the_run_scores_each_turn_and_may_be_lost(tmp_path: Pa
     async with scripted() as script:
         script.says("/classify", 200, json.dumps({"embedding": [0.25]}).encode())
         try:
-            with pytest.raises(RewardError, match="only workers of a run know its address") as caught:
+            with pytest.raises(
+                RewardError, match="only the workers of a run know the scorer's address"
+            ) as caught:
                 await reward.score_episode(episode)
             assert caught.value.reason is FailReason.REWARD_ERROR
             servers = Servers("an engine", lane="reward")

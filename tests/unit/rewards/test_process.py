@@ -120,7 +120,7 @@ ANSWERED: dict[str, float | str] = {
     "loop": 0.5,
     "big": 1.0,
     "huge": "the answer has 3088963 bytes, but at most 1048576 are allowed",
-    "leave": "the reward process ended with exit code 3",
+    "leave": "the reward process exited with code 3",
 }
 
 
@@ -136,7 +136,7 @@ def test_a_call_has_a_deadline_and_a_wait_ten_of_them(tmp_path: Path) -> None:
         await pool.ask("fine")
         hung = asyncio.create_task(pool.ask("hang", 0.3))
         await asyncio.sleep(0)  # it has the only process now
-        assert "was not free for 0.1 s" in str(await pool.ask("fine", 0.01))
+        assert "was busy for 0.1 s" in str(await pool.ask("fine", 0.01))
         with pytest.raises(CallTimeout):
             await hung
 

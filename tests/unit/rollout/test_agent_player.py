@@ -201,7 +201,7 @@ def test_an_episode_of_side_requests_alone_fails() -> None:
     end = bench.failed()
     assert (end.reason, end.detail) == (
         FailReason.AGENT_ERROR,
-        "the agent ended without calling the model, except in side requests (from agents in "
+        "the agent exited without calling the model, except in side requests (from agents in "
         "rollout.untrained_agents, or not in `agents`)",
     )
 
@@ -332,7 +332,9 @@ def test_one_number_is_the_reward_of_all_and_a_missing_agent_is_reported() -> No
     assert AgentBench(duel).finished().result.agents == ()
     reason, detail = reason_of(AgentBench(duel, reward=lambda given: {"white": 1.0, "blak": -1.0}))
     assert reason is FailReason.REWARD_ERROR
-    assert detail.startswith("the reward is a dict of white, blak, but lacks 'black': return 'score', or")
+    assert detail.startswith(
+        "the reward is a dict with the keys white, blak, but lacks 'black'; return 'score', or"
+    )
 
 
 # -- agents that fail --------------------------------------------------------------------------------
@@ -372,8 +374,8 @@ FAILURES = {
     ),
     "awaits what it cancelled": (cancelled, "CancelledError (test_agent_player.py"),
     "cancels itself": (cancelling, "cancelled by its own code"),
-    "never asks": (silent, "ended without calling"),
-    "returns what is no result": (odd, "returned a str"),
+    "never asks": (silent, "exited without calling"),
+    "returns what is no result": (odd, "returned a value of type str"),
 }
 
 

@@ -50,23 +50,28 @@ PICK = f"{__name__}:pick"
 HI_LO = {"rollout": {"environment": "hi_lo"}}
 MISNAMED = {"enable_thinkin": False}
 GIVEN = {"tools": "none"}
-UNREADABLE = r"generation_config\.json: .* JSON.*; write it again"
-NO_IDS = r"must be an id or a list of ids"
+UNREADABLE = r"generation_config\.json: .* JSON.*; correct the file"
+NO_IDS = r"must be a token ID or a list of token IDs"
 REFUSED: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str]] = {
     # gpt-oss joins the values of an enum as text
-    "tools": ("gpt-oss", ("calculator", PICK), {}, r"rollout\.tools: .* 'pick'; change its signature: "),
-    "first prompt": ("gemma3", (), {}, r"data\.train: sample 0: .* template rejects .* change the prompt"),
+    "tools": (
+        "gpt-oss",
+        ("calculator", PICK),
+        {},
+        r"rollout\.tools: .* 'pick' cannot .*; change the tool's signature",
+    ),
+    "first prompt": ("gemma3", (), {}, r"data\.train, sample 0: .* template rejects .* change the prompt"),
     "answers": ("qwen3", (), HI_LO, r"rollout\.history is append"),
     "argument": ("qwen3", (), {"template_args": MISNAMED}, r"does not read 'enable_thinkin'; correct"),
     "given argument": ("qwen3", (), {"template_args": GIVEN}, r"rejects .* multiple values"),
     "own template": (
         *("gemma3", (), {"template": read_template("chatml_tools", "--")}),
-        r"model\.template: .* does not end the assistant",
+        r"model\.template: .* does not mark the end of the assistant",
     ),
     "syntax": ("gemma3", (), {"template": "{% for %}"}, r"model\.template: .*TemplateSyntaxError"),
     "generation": ("qwen2.5", (), {"generation_config.json": "{"}, UNREADABLE),
     "generation list": ("qwen2.5", (), {"generation_config.json": "[257]"}, UNREADABLE),
-    "text as id": ("qwen2.5", (), ids('"257"'), "eos_token_id is '257'"),
+    "text as id": ("qwen2.5", (), ids('"257"'), "eos_token_id must be .*, not '257'"),
     "flag as id": ("qwen2.5", (), ids("[257, true]"), NO_IDS),
 }
 
@@ -117,7 +122,7 @@ def test_a_model_without_tools_in_its_template_is_offered_one(tmp_path: Path) ->
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(tmp_path)
     (warning,) = check_chat(parts_of(tmp_path, "calculator"), FIRST)
-    assert "does not show the tools to the model: set model.template=chatml_tools" in warning
+    assert "does not show the tools to the model; set model.template=chatml_tools" in warning
     own_template = read_template("chatml_tools", "--")
     assert check_chat(parts_of(tmp_path, "calculator", template=own_template), FIRST) == []
 
@@ -186,5 +191,5 @@ def test_a_token_that_the_embedding_lacks_is_found_as_the_prompt_writes_it(
     tokenizer.save_pretrained(tmp_path)
     samples = [Sample(0, "test", FIRST, "1"), Sample(1, "test", TOKEN_TEXTS[token], "1")]
     check_token_ids(parts, "data.train", samples, rows + 1)
-    with pytest.raises(ConfigError, match=r"data\.train, sample 1: its prompt has the token"):
+    with pytest.raises(ConfigError, match=r"data\.train, sample 1: the prompt contains the token"):
         check_token_ids(parts, "data.train", samples, rows)

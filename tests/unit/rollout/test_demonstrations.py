@@ -114,7 +114,7 @@ async def test_no_engine_confirms_versions_and_samples_nothing(tmp_path: Path) -
     manifest = await engine.load(ref)
     assert engine.version == 3 and await engine.score((1, 2)) == ()
     assert manifest.checksum == disk.read_manifest(ref).checksum
-    with pytest.raises(EngineError, match="only in validation"):
+    with pytest.raises(EngineError, match="only during validation"):
         await engine.generate(Request("s", (1,), Sampling(1, ())))
 
 

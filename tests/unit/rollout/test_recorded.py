@@ -40,7 +40,7 @@ def test_the_turns_of_an_episode_are_read_with_their_replies_as_far_as_they_are_
         longer = msgspec.structs.replace(complete, turns=2)
         assert stored_turns(reader, longer) == (
             [turn],
-            "its turns are no longer stored: set a larger store.keep_bytes",
+            "the episode's turns are no longer stored; set a larger store.keep_bytes",
         )
         assert (
             stored_turns(reader, dropped)[0] == [] and "store.keep_bytes" in stored_turns(reader, dropped)[1]

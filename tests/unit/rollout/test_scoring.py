@@ -96,7 +96,7 @@ def test_a_reward_that_cancels_itself_fails() -> None:
         await asyncio.Event().wait()
         return 1.0
 
-    with pytest.raises(RewardError, match="it was cancelled"):
+    with pytest.raises(RewardError, match="the call was cancelled"):
         verdict([in_loop(gone)])
 
 
@@ -203,5 +203,5 @@ def test_sync_functions_run_in_a_process_which_the_deadline_kills(tmp_path: Path
     assert verdict(load_rewards(f"{file}:pid")).score != os.getpid()
     with pytest.raises(RewardError, match=r"^no reward within 0.5 s$"):
         verdict(load_rewards(f"{file}:hang"), timeout=0.5)
-    with pytest.raises(RewardError, match=r"^die: the reward process ended with exit code 7$"):
+    with pytest.raises(RewardError, match=r"^die: the reward process exited with code 7$"):
         verdict(load_rewards({f"{file}:die": {}, f"{file}:pid": {}}))

@@ -354,7 +354,7 @@ async def test_a_turn_that_nobody_survives_is_an_error(monkeypatch: pytest.Monke
     monkeypatch.setattr(server_pool, "SUSPECT_SECONDS", 0.0)
     s = Servers("a")
     s["a"].acts = [Lose(), Lose(1), *[Lose()] * server_pool.MAX_LOSSES]  # a token in between is progress
-    with pytest.raises(EngineError, match="8 servers in a row lost the turn; the last one: gone"):
+    with pytest.raises(EngineError, match="8 servers in a row lost the turn; last error: gone"):
         await s.pool.generate(request())
     assert s.request_counts() == [f"a:{server_pool.MAX_LOSSES + 2}"]
 

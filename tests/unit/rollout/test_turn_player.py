@@ -221,7 +221,7 @@ def test_the_reason_names_the_line_of_the_environment() -> None:
     end = TurnBench(["7"], nothing, Broken).failed()
     line = Broken.step.__code__.co_firstlineno + 1
     expected_reason = f"OSError: the board fell down (test_turn_player.py:{line})"
-    assert end.detail == f"step of the environment failed: {expected_reason}"
+    assert end.detail == f"the environment's step failed: {expected_reason}"
 
 
 class Stubborn(Game):
@@ -243,7 +243,7 @@ def test_an_environment_that_ignores_its_end_is_left_behind(monkeypatch: pytest.
     """It keeps neither its episode, nor the loop; and it is not closed while it is at work."""
     monkeypatch.setattr("asyncrl.isolation.calls.GRACE_SECONDS", 0.0)
     end = TurnBench(["7"], nothing, Stubborn, tool_timeout=0.02).failed()
-    assert "step of the environment did not end within 0.02 s" in end.detail
+    assert "the environment's step did not finish within 0.02 s" in end.detail
     assert not Stubborn.let_go.is_set()
     assert Stubborn.log == ["reset", "no", "close"]
 

@@ -240,7 +240,7 @@ def test_an_engine_that_refuses_every_version_is_given_up() -> None:
         if pinned:
             f.task.cancel()
         else:
-            with pytest.raises(EngineError, match="3 loads in a row failed; the last one: WeightsError"):
+            with pytest.raises(EngineError, match="3 loads in a row failed; last error: WeightsError"):
                 await f.task
         return f
 

@@ -225,7 +225,7 @@ def test_closing_ends_a_fetch_that_goes_on(machines: Machines, monkeypatch: pyte
     monkeypatch.setattr(
         module, "_received_piece", lambda *answer: (piece(*answer), mirror._closing_event.set())[0]
     )
-    with pytest.raises(Unreachable, match="this process ends"):
+    with pytest.raises(Unreachable, match="this process is shutting down"):
         brought(mirror, ref)
 
 
@@ -396,7 +396,7 @@ def test_a_server_that_dies_ends_its_process_by_name(
     with pytest.raises(Unreachable):
         brought(machines.mirror("2"), machines.publish(1))
     assert ended.get(timeout=30) == 1
-    assert "thread 'versions' failed, which ends this process: AttributeError" in caplog.text
+    assert "thread 'versions' failed; exiting: AttributeError" in caplog.text
 
 
 def test_a_version_that_is_being_read_is_not_pruned(machines: Machines) -> None:

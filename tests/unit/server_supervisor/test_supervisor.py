@@ -226,7 +226,7 @@ def report(*answers: Loaded) -> Callable[[ServerSupervisor, ServerVersions], Awa
 
 
 def test_files_that_a_server_refuses_from_the_start_are_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="3 loads in a row failed; the last one: WeightsError: refused"):
+    with pytest.raises(ConfigError, match="3 loads in a row failed; last error: WeightsError: refused"):
         keep(tmp_path, report(*[FAILED] * LOAD_TRIES))
 
 
@@ -282,10 +282,10 @@ def test_each_look_at_the_servers_memory_is_reported_once(
     ("labels", "complaint"),
     [
         ([REF.label, "default"], "holds 'default' instead of 'e1-v1'"),
-        ([REF.label, *[EngineError("nobody there")] * 3], "no answer after 3 attempts"),
+        ([REF.label, *[EngineError("nobody there")] * 3], "its server did not answer 3 times in a row"),
         (
             [*[EngineError("busy")] * 2, REF.label, *[EngineError("gone")] * 3],
-            "no answer after 3 attempts: gone",
+            "its server did not answer 3 times in a row: gone",
         ),
     ],
     ids=["restarted", "silent", "silent for a moment, then for good"],
@@ -321,7 +321,7 @@ def test_a_load_under_way_says_nothing_about_health(tmp_path: Path, monkeypatch:
         server.label = label  # type: ignore[method-assign]
         await supervisor._watch_server(supervisor._server)  # type: ignore[arg-type]
 
-    with pytest.raises(EngineError, match="no answer"):
+    with pytest.raises(EngineError, match="did not answer"):
         keep(tmp_path, act, server)
     assert healthy[:3] == [True, True, True]
 

@@ -109,7 +109,9 @@ def test_a_copy_on_a_stuck_disk_is_named(
     monkeypatch.setattr(copies, "CLOSE_PATIENCE", 0.0)
     run.store.request_sync()
     run.store.commit()
-    assert re.search(r"a copy has been running for \d+ s while the log grows; check the disk", caplog.text)
+    assert re.search(
+        r"a copy has been running for \d+ s while the write-ahead log grows; check the disk", caplog.text
+    )
     stuck.set()
     run.store.copies._thread.join(60)
     assert not run.store.copies.overdue_seconds
@@ -121,7 +123,7 @@ def test_where_no_copy_can_be_made_the_run_goes_on(tmp_path: Path, caplog: pytes
     (tmp_path / "copies").write_text("in the way")
     run.checkpoint(keep=2)
     run.turn()
-    assert "no copy of" in caplog.text and run.trainer.checkpoint_step == 3
+    assert "could not copy" in caplog.text and run.trainer.checkpoint_step == 3
     (tmp_path / "copies").unlink()
     run.play()
     while run.buffer.committed < 4:
@@ -144,7 +146,7 @@ def test_a_damaged_database_is_found_before_the_start_and_made_anew(
     (run_dir / "config.yaml").touch()
     check_schema(run_dir)
     damage(run_dir / "run.db")
-    with pytest.raises(ConfigError, match=r"damaged .*; asyncrl runs restore NAME .*reliability\.md"):
+    with pytest.raises(ConfigError, match=r"damaged .*; `asyncrl runs restore NAME` .*reliability\.md"):
         check_schema(run_dir)
     for path in (run_dir / "segments").iterdir():
         path.write_bytes(b"")
@@ -153,7 +155,7 @@ def test_a_damaged_database_is_found_before_the_start_and_made_anew(
         assert main(restoring) == 2 and "another run with this name" in capsys.readouterr().err
     assert main(restoring) == 0
     output = capsys.readouterr().out
-    assert "3 steps and" in output and f"{at_copy.issued // 2} groups; the damaged files" in output, output
+    assert "3 steps and" in output and f"{at_copy.issued // 2} groups); the damaged files" in output, output
     assert len(list(run_dir.glob("damaged-*/run.db"))) == 1
     again = Coordinator(run_dir, 1 << 30, Random(0))
     assert again.buffer.account() == at_copy and again.store.epoch == epoch + EPOCH_MARGIN + 1
@@ -166,7 +168,7 @@ def test_a_damaged_database_is_found_before_the_start_and_made_anew(
     }
     assert again.store.reader.meta("trainer_epoch") == str(7 + EPOCH_MARGIN)
     needed = {e.uid for e in again.buffer.episodes.values() if e.turns and not e.state.over}
-    named = output.partition("lost: payloads of ")[2].splitlines()[0].split()
+    named = output.partition("lost: payloads of needed episodes: ")[2].splitlines()[0].split()
     assert needed and set(named) == needed | again.batches.planned_episodes.keys()
     again.store.close()
     damage(run_dir / "run.db")
@@ -209,7 +211,7 @@ def test_a_database_that_is_gone_is_said_before_the_start(tmp_path: Path, left: 
         path.unlink()
     if left is not None:
         (tmp_path / "run.db").write_bytes(left)
-    with pytest.raises(ConfigError, match="missing; asyncrl runs restore NAME"):
+    with pytest.raises(ConfigError, match="missing; `asyncrl runs restore NAME`"):
         check_schema(tmp_path)
     restore_newest(tmp_path)
     check_schema(tmp_path)
@@ -222,13 +224,13 @@ def test_checkpoints_that_are_gone_are_said_before_the_start(tmp_path: Path) -> 
     run.checkpoint(keep=2)
     run.turn()
     warnings, _ = check_checkpoint_directory(Inputs(config))
-    assert "up to step 3, are missing" in warnings.text and "repeated from their plans" in warnings.text
+    assert "(up to step 3) are missing" in warnings.text and "repeated from their plans" in warnings.text
     assert warnings.level == "warning"
     while run.buffer.committed < 6:
         run.play()
     run.checkpoint(keep=2)
     run.forget()
-    with pytest.raises(ConfigError, match="up to step 6, are missing; restore them"):
+    with pytest.raises(ConfigError, match=r"\(up to step 6\) are missing; restore these files"):
         list(check_checkpoint_directory(Inputs(config)))
     checkpoint_directory = tmp_path / "t" / "checkpoints" / "step-3"
     checkpoint_directory.mkdir(parents=True)
@@ -245,7 +247,7 @@ def test_an_error_of_a_damaged_database_names_the_way_on(tmp_path: Path) -> None
     damage(tmp_path / "run.db")
 
     with (
-        pytest.raises(StoreError, match="malformed; asyncrl runs restore"),
+        pytest.raises(StoreError, match="malformed; `asyncrl runs restore"),
         closing(RunReader.open(tmp_path)) as reader,
     ):
         reader.load_run()

@@ -116,7 +116,7 @@ def test_a_run_of_another_schema_is_refused_by_name(tmp_path: Path, version: int
     for opened in (RunStore, RunReader.open, check_schema):
         with pytest.raises(
             ConfigError,
-            match=rf"run\.db: written by asyncrl .* \(schema {version}\), .*; use the commit that",
+            match=rf"run\.db: written by asyncrl .* \(schema {version}\), .*; use the commit of asyncrl that",
         ):
             opened(tmp_path)
 
@@ -136,7 +136,8 @@ def test_a_run_of_another_minor_version_is_read_and_not_continued(
         error_text = str(refusal.value)
         assert f"written by asyncrl {writer} (schema" in error_text and "\n" not in error_text
         assert (
-            f'does not continue; pip install "asyncrl=={cure}", or start a new run with name=' in error_text
+            f'cannot continue the run; run `pip install "asyncrl=={cure}"`, or start a new run with another'
+            in error_text
         )
 
 
@@ -212,7 +213,9 @@ def test_a_locked_store_is_written_when_the_lock_is_gone(tmp_path: Path) -> None
     with closing(sqlite3.connect(tmp_path / "run.db", isolation_level=None)) as locking:
         locking.execute("BEGIN IMMEDIATE")
         for _ in range(2):
-            with pytest.raises(StorePaused, match=r"locked; the run waits .* stop the process that locks it"):
+            with pytest.raises(
+                StorePaused, match=r"locked; the run waits .* stop the process that locks the database"
+            ):
                 store.commit()
         locking.execute("ROLLBACK")
 
@@ -247,7 +250,7 @@ def test_without_descriptors_it_waits_until_there_are_some(tmp_path: Path) -> No
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
 
     try:
-        with pytest.raises(StorePaused, match=r"Too many open files.*the run waits .*: raise ulimit -n"):
+        with pytest.raises(StorePaused, match=r"Too many open files.*the run waits .*; raise ulimit -n"):
             store.commit()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -356,7 +359,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(StoreError, match="damaged record at 0"):
+    with pytest.raises(StoreError, match="damaged record at offset 0"):
         reader.read_record(location)
     with pytest.raises(StoreError, match="damaged"):
         reader.read_record(FrameLocation(location.segment, 4000))
@@ -391,5 +394,5 @@ def test_a_file_that_is_cut_short_while_it_is_written_loses_no_later_record(tmp_
     os.truncate(segment_path(tmp_path, first.segment), second.offset + 3)
     third = segments.append_record(b"third")
     assert reader.read_record(first) == b"first" and reader.read_record(third) == b"third"
-    with pytest.raises(StoreError, match=f"damaged record at {second.offset}"):
+    with pytest.raises(StoreError, match=f"damaged record at offset {second.offset}"):
         reader.read_record(second)

@@ -150,7 +150,7 @@ async def test_cancellation_travels_on() -> None:
 
 def test_unknown_tools_are_answered_with_the_known_ones() -> None:
     reply = unknown_tool(ToolCall("add", "{}"), ["sub", "mul"])
-    assert reply.content == "error: unknown tool 'add'; there are: mul, sub"
+    assert reply.content == "error: unknown tool 'add'; available: mul, sub"
     assert reply.error
 
 

@@ -62,7 +62,7 @@ def test_a_rate_is_used_in_full_when_more_is_asked_for() -> None:
         assert all(0.0999 < after - before < 0.1001 for before, after in itertools.pairwise(start_times))
         assert {reply.error for reply in replies} == {
             None,
-            "the tool is busy: the call did not begin within 1 s",
+            "the tool is busy: the call did not start within 1 s",
         }
 
     simulate(main())
@@ -98,7 +98,7 @@ def test_a_call_waits_for_its_place_no_longer_than_for_its_reply(options: dict[s
         await asyncio.sleep(1.0)
         box.timeout = 3.0
         late_reply = await session.call(CALL)
-        assert late_reply.error == "the tool is busy: the call did not begin within 3 s"
+        assert late_reply.error == "the tool is busy: the call did not start within 3 s"
         assert asyncio.get_running_loop().time() == pytest.approx(4.0)
         assert (await first).content == "done"
 

@@ -77,7 +77,7 @@ def test_a_costly_schema_costs_its_call_a_deadline_and_the_loop_nothing(
         check_schema(name, schema)
         (answer,), longest = complaints({name: schema}, (name, arguments))
         assert isinstance(answer, CallTimeout), (name, answer)
-        assert "checking its arguments took over 0.05 s" in str(answer)
+        assert "checking the arguments took more than 0.05 s" in str(answer)
         assert longest < 1.0
 
 
@@ -178,21 +178,36 @@ def through_components(properties: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("schema", "complaint"),
     [
-        (ref("#"), "leads from '#' back to itself"),
-        ({"properties": {"x": ref("#/properties/x")}}, "leads from '#/properties/x' back to itself"),
-        ({"$defs": {"a": ref("#/$defs/b"), "b": ref("#/$defs/a")}, **ref("#/$defs/a")}, "back to itself"),
-        ({"allOf": [{"anyOf": [ref("#")]}]}, "back to itself"),
-        ({"if": {"not": ref("#")}}, "back to itself"),
-        ({"$anchor": "here", "items": {"$anchor": "item", "oneOf": [ref("#item")]}}, "back to itself"),
-        ({"dependentSchemas": {"x": ref("#")}}, "back to itself"),
-        ({"$dynamicAnchor": "top", "allOf": [{"$dynamicRef": "#top"}]}, "back to itself"),
-        (ref("https://example.org/schema.json"), "refers to 'https://example.org/schema.json', which is not"),
-        ({"properties": {"x": ref("file:///etc/passwd")}}, "refers to 'file:///etc/passwd', which is not"),
-        ({"items": ref("#/$defs/none")}, "refers to '/$defs/none', which is not"),
-        (through_components({"b": ref("#/components/B")}), "leads from '#/components/B' back to itself"),
-        (through_components({"b": ref("#/components/none")}), "refers to '/components/none', which is not"),
-        ({**ref("#/default/a"), "default": 7}, "refers to '#/default/a', which is not in it"),
-        ({**ref("#/type/a"), "type": "object"}, "refers to '#/type/a', which is not in it"),
+        (ref("#"), "contains a reference loop at '#'"),
+        ({"properties": {"x": ref("#/properties/x")}}, "contains a reference loop at '#/properties/x'"),
+        (
+            {"$defs": {"a": ref("#/$defs/b"), "b": ref("#/$defs/a")}, **ref("#/$defs/a")},
+            "contains a reference loop",
+        ),
+        ({"allOf": [{"anyOf": [ref("#")]}]}, "contains a reference loop"),
+        ({"if": {"not": ref("#")}}, "contains a reference loop"),
+        (
+            {"$anchor": "here", "items": {"$anchor": "item", "oneOf": [ref("#item")]}},
+            "contains a reference loop",
+        ),
+        ({"dependentSchemas": {"x": ref("#")}}, "contains a reference loop"),
+        ({"$dynamicAnchor": "top", "allOf": [{"$dynamicRef": "#top"}]}, "contains a reference loop"),
+        (
+            ref("https://example.org/schema.json"),
+            "refers to 'https://example.org/schema.json', which the schema lacks",
+        ),
+        (
+            {"properties": {"x": ref("file:///etc/passwd")}},
+            "refers to 'file:///etc/passwd', which the schema lacks",
+        ),
+        ({"items": ref("#/$defs/none")}, "refers to '/$defs/none', which the schema lacks"),
+        (through_components({"b": ref("#/components/B")}), "contains a reference loop at '#/components/B'"),
+        (
+            through_components({"b": ref("#/components/none")}),
+            "refers to '/components/none', which the schema",
+        ),
+        ({**ref("#/default/a"), "default": 7}, "refers to '#/default/a', which the schema lacks"),
+        ({**ref("#/type/a"), "type": "object"}, "refers to '#/type/a', which the schema lacks"),
         (
             through_components({"b": ref("#/components/nothing")}),
             "is not a valid JSON schema: 7 is not of type",

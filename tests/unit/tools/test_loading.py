@@ -89,11 +89,11 @@ def test_two_tools_of_one_name_are_both_named(folder: Path) -> None:
 
 def test_folders_without_tools_and_arguments_for_folders_are_refused(folder: Path, tmp_path: Path) -> None:
     (empty := tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="contains no tool"):
+    with pytest.raises(ConfigError, match="contains no tools"):
         load_tools([str(empty)])
     with pytest.raises(ConfigError, match="takes no arguments"):
         load_tools([str(folder)], {str(folder): {"a": 1}})
-    with pytest.raises(ConfigError, match=r"rollout.tool_args names other"):
+    with pytest.raises(ConfigError, match=r"rollout.tools does not list other"):
         load_tools([str(folder)], {"other": {"a": 1}})
 
 

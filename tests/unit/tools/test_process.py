@@ -76,7 +76,7 @@ def test_what_a_tool_says_itself_is_final_and_other_failures_are_tried_again(tmp
     [polite], [retried_reply], [dead] = play([f"polite {calls}"], [str(tried)], ["die"], retries=1)
     assert polite.error == "No city is called so." and calls.read_text() == "x"
     assert retried_reply.error is None  # in a new process
-    assert dead.error == "the process of the tool ended with exit code 7"
+    assert dead.error == "the tool's process exited with code 7"
 
 
 def test_large_replies_are_cut_before_they_travel() -> None:

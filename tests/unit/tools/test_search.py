@@ -235,7 +235,8 @@ def test_an_index_that_could_not_be_finished_leaves_nothing(tmp_path: Path) -> N
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{"words": 1}\n')
     with pytest.raises(
-        ConfigError, match=r"bad.jsonl, document 2: no text or contents; the fields are: words"
+        ConfigError,
+        match=r"bad.jsonl, document 2: the field text or contents is missing; the fields are words",
     ):
         open_corpus(str(bad), str(tmp_path / "cache"))
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
@@ -251,17 +252,17 @@ def test_an_index_that_could_not_be_finished_leaves_nothing(tmp_path: Path) -> N
         (
             "halves.jsonl",
             '{"text": "a"}\n{"text": "\\ud800"}\n',
-            "document 2: it has .*ud800.*half of a character",
+            "document 2: the text contains .*ud800.*half of a character",
         ),
         (
             "halves.json",
             '[{"text": "a", "title": "\\udc00"}]',
-            "document 1: it has .*udc00.*half of a character",
+            "document 1: the text contains .*udc00.*half of a character",
         ),
         ("empty.jsonl", "", "is empty"),
         ("wordless.jsonl", '{"text": "?"}', "no words to search"),
         ("fake.parquet", "PAR?", "not readable as parquet"),
-        ("other.parquet", [{"question": "?"}], "document 1: no text or contents"),
+        ("other.parquet", [{"question": "?"}], "document 1: the field text or contents is missing"),
     ],
 )
 def test_what_is_no_corpus(tmp_path: Path, name: str, content: Any, complaint: str) -> None:
@@ -325,7 +326,7 @@ async def test_search_r1s_contract() -> None:
 )
 async def test_another_contract_is_an_error(answer: str) -> None:
     async with scripted() as script:
-        with pytest.raises(SearchError, match="is not Search-R1's"):
+        with pytest.raises(SearchError, match="does not follow Search-R1's protocol"):
             await ask(script, answer)
 
 
@@ -341,6 +342,6 @@ async def test_a_silent_or_busy_server_costs_the_timeout() -> None:
             await tool.function(query="otters")
         script.says("/retrieve", 503)
         tool = search_remote(url=f"{script.url}/retrieve", retries=0)
-        with pytest.raises(RemoteError, match="status 503, after 1 tries"):
+        with pytest.raises(RemoteError, match="status 503, after 1 attempt"):
             await tool.function(query="otters")
         await close_sessions()

@@ -290,10 +290,10 @@ class DecoratedMethod(Base):
 @pytest.mark.parametrize(
     ("subject", "complaint"),
     [
-        (Empty, "class Empty has neither a method `call` nor a public method"),
+        (Empty, "class Empty has neither a `call` method nor a public method"),
         (Needy, r"class Needy: the constructor must work without arguments \(missing .*'size'\)"),
         (RewardMethod, "class RewardMethod: `reward` is a method"),
-        (TwoOpenings, "class TwoOpenings has `open` and `reset`"),
+        (TwoOpenings, "class TwoOpenings has both `open` and `reset`"),
         (Positional, "class Positional: parameter 'stock' of `reset` cannot be passed by name"),
         (Cached, "class Cached: 'look' is a _lru_cache_wrapper, not a method that can be a tool"),
         (Partial, "class Partial: 'add_one' is a partialmethod, not a method that can be a tool"),
@@ -395,7 +395,7 @@ class Hanging(Resettable):
             OfColumns,
             r"reset \(test_tool_classes.py:\d+\) needs 'stock'; the columns are data_source, ground_t",
         ),
-        (OfNumber, "reset returned a int; expected text for the prompt, or None"),
+        (OfNumber, "reset returned a value of type int; expected text for the prompt, or None"),
         (Raising, r"KeyError: 'stock' \(test_tool_classes.py:\d+\)"),
         (tool(timeout=0.01)(Hanging), "'find' could not be opened: .*0.01 s"),
     ],

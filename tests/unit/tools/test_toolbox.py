@@ -95,8 +95,8 @@ def test_samples_bring_constructor_arguments(log: list[str]) -> None:
 def test_samples_choose_their_tools() -> None:
     notes = tool(Notes)
     reply = play([notes, echo], sample(tools=["echo"]), call("notes", line="a"))[0]
-    assert reply.error == "unknown tool 'notes'; there are: echo"
-    with pytest.raises(ToolError, match="unknown names: ekko; known: echo"):
+    assert reply.error == "unknown tool 'notes'; available: echo"
+    with pytest.raises(ToolError, match="unknown names: ekko; available: echo"):
         play([echo], sample(tools=["ekko"]))
 
 
@@ -166,7 +166,7 @@ def test_a_tool_with_too_many_calls_left_behind_is_out_of_order(monkeypatch: pyt
     assert asyncio.run(main()) == [
         late_text,
         late_text,
-        "the tool is not available: 2 earlier calls have not ended",
+        "the tool is not available: 2 earlier calls are still running",
         None,
     ]
 
@@ -365,7 +365,9 @@ def test_what_is_shared_is_opened_with_all_arguments(first: Any, second: Any) ->
 
 def test_arguments_that_contradict_each_other_are_refused() -> None:
     requesting_sample = sample(tools_kwargs={"first": {"title": "a"}, "second": {"title": "b"}})
-    with pytest.raises(ToolError, match="'title' to different values for first, second, which share it"):
+    with pytest.raises(
+        ToolError, match="'title' to different values for first, second, which share this argument"
+    ):
         play([*SHARED.values()], requesting_sample)
     assert not play([SHARED["first"]], requesting_sample, call("first", text=""))[0].error
 
@@ -376,7 +378,7 @@ def test_arguments_that_contradict_each_other_are_refused() -> None:
 @pytest.mark.parametrize(
     ("extra_info", "complaint"),
     [
-        ({"tools": "echo"}, "sample 3: extra_info, tools or tools_kwargs .*Expected `array"),
+        ({"tools": "echo"}, "sample 3: cannot read extra_info, tools or tools_kwargs .*Expected `array"),
         ({"tools_kwargs": {"echo": 3}}, "tools_kwargs.echo must be an object"),
         (
             {"tools_kwargs": {"echo": {"create_kwargs": 3}}},
@@ -408,9 +410,9 @@ def test_arguments_that_nothing_takes_are_reported_before_the_run() -> None:
     problems, ignored = check_sample_tools(loaded_tools, [json.dumps({"tools_kwargs": kwargs})] * 3)
     assert not problems
     assert ignored == [
-        "sample 0: tools_kwargs.calculator has 'ground_truth', for which the tool has no parameter",
-        "sample 0: tools_kwargs.notes has 'pages', for which the tool has no parameter",
-        "sample 0: tools_kwargs.notes has execute_kwargs; only create_kwargs are used",
+        "sample 0: tools_kwargs.calculator contains 'ground_truth', but the tool has no such parameter",
+        "sample 0: tools_kwargs.notes contains 'pages', but the tool has no such parameter",
+        "sample 0: tools_kwargs.notes contains execute_kwargs, but only create_kwargs are used",
     ]
 
 
@@ -436,11 +438,11 @@ def test_a_data_set_is_checked_before_the_run() -> None:
         '{"tools": ["ekko"]}',
         '{"tools": "echo"}',
     ]
-    unused = "sample 1: tools_kwargs for 'calc_gsm8k_reward', which is not in rollout.tools"
+    unused = "sample 1: tools_kwargs contains 'calc_gsm8k_reward', which is not in rollout.tools"
     assert check_sample_tools({"echo": echo}, data[:3]) == ([], [unused])
     assert check_sample_tools({"echo": echo}, data)[0] == [
-        "sample 3: extra_info.tools has unknown names: ekko; known: echo",
-        "sample 5: extra_info, tools or tools_kwargs "
+        "sample 3: extra_info.tools contains unknown names: ekko; available: echo",
+        "sample 5: cannot read extra_info, tools or tools_kwargs "
         "(ValidationError: Expected `array | null`, got `str` - at `$.tools`)",
     ]
     garbage = (json.dumps({"tools": [str(row)]}) for row in itertools.count())
@@ -498,7 +500,11 @@ def test_objects_leave_a_result_for_the_reward() -> None:
 
 @pytest.mark.parametrize(
     ("way", "why"),
-    [("raises", "ValueError: no way"), ("hangs", "no reply within 0.2 s"), ("text", "it returned a str")],
+    [
+        ("raises", "ValueError: no way"),
+        ("hangs", "no reply within 0.2 s"),
+        ("text", "the method returned a str"),
+    ],
 )
 def test_a_result_that_fails_or_hangs_is_a_tool_error(way: str, why: str) -> None:
     with pytest.raises(ToolError, match=f"Leaves.result: .*{why}"):
@@ -516,5 +522,5 @@ def test_two_tools_do_not_leave_the_same() -> None:
         await session.open()
         await session.result()
 
-    with pytest.raises(ToolError, match="two tools return 'calls' as their result; use one"):
+    with pytest.raises(ToolError, match="two tools return 'calls' as their result; use only one"):
         asyncio.run(play())

@@ -240,7 +240,7 @@ def test_a_place_that_cannot_be_written_is_reported_from_the_start(made: Made, t
     saving = Checkpointing(
         learner.config, shared_checkpoints(learner.config, tmp_path, learner.world), learner
     )
-    assert saving.problem.startswith("FileExistsError: ") and str(tmp_path / "t") in saving.problem
+    assert saving.problem.startswith(f"cannot write to {tmp_path / 't'} (FileExistsError: ")
     for blocked in (True, False):
         saving.begin_checkpoint(0)
         while saving.is_writing:

@@ -415,7 +415,7 @@ def test_a_model_that_cannot_be_packed_is_padded_with_a_warning(
             "Qwen3Next",
             LINEAR_ATTENTION,
             2,
-            "ranks cannot share their rows: layers.0.linear_attn",
+            "whose rows cannot be shared by ranks: layers.0.linear_attn",
         ),
     ],
 )

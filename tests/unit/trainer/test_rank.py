@@ -150,7 +150,7 @@ def test_servers_may_join_after_every_micro_batch_and_during_waits(
     monkeypatch.setattr(Checkpointing, "is_writing", property(lambda saving: next(busy)))
     monkeypatch.setattr(rank, "_report_saved", lambda: None)
     rank._await_saved()
-    assert set(pauses) == {"a checkpoint is being written, 0 MB since the start"}
+    assert set(pauses) == {"a checkpoint is being written (0 MB so far)"}
 
 
 def test_a_rank_that_only_waits_beats_and_tells_no_work(rank: TrainerRank, clock: SimpleNamespace) -> None:

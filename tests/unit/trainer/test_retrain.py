@@ -38,9 +38,9 @@ def test_what_cannot_be_repeated_is_said_with_what_can(tmp_path: Path, keep_byte
                 ConfigError, match="step 1 cannot be replayed: a replay needs an earlier checkpoint"
             ):
                 start_step(reader, place, 1)
-        said = f"no such step was committed; replayable steps: {can.format(last)} "
+        complaint = f"this step was not committed; replayable steps: {can.format(last)} "
         for step in (0, last + 1):
-            with pytest.raises(ConfigError, match=f"step {step} cannot be replayed: {said}"):
+            with pytest.raises(ConfigError, match=f"step {step} cannot be replayed: {complaint}"):
                 start_step(reader, place, step)
 
 

@@ -108,7 +108,7 @@ def test_adapters_alone_learn_and_the_export_holds_them(world: World, tmp_path: 
         ),
         ({"rollout": {"temperature": 0.7}}, r"temperature \(0.7\): .* uses the likelihood at temperature 1"),
         ({"algorithm": {"shaping": {"overlong": {}}}}, r"'sft' ignores the reward; remove"),
-        ({"buffer": {"filter_zero_variance": True}}, "filter_zero_variance discards groups"),
+        ({"buffer": {"filter_zero_variance": True}}, "filter_zero_variance would discard groups"),
         ({"algorithm": {"advantage": "grpo"}}, "compares siblings"),
     ],
 )

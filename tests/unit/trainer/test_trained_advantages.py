@@ -159,7 +159,7 @@ def test_without_other_games_of_an_agent_nothing_is_learned_of_it() -> None:
 
 @pytest.mark.parametrize("name", ["remax", "optimal_token_baseline", "gdpo"])
 def test_what_compares_whole_episodes_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="agents earned their own rewards; use dr_grpo or rloo"):
+    with pytest.raises(ConfigError, match="agents earned separate rewards; use dr_grpo or rloo"):
         advantages_of(name)
 
 

@@ -218,7 +218,7 @@ def shared(world: World) -> dict[str, Any]:
         assert part.grad is not None and all_of_it.grad is not None
         gaps.append((part.grad - pad(all_of_it.grad, (0, 0, 0, 15 - size))[:, mine]).abs().max())
     laid.check_shared("same", str)
-    with pytest.raises(ProtocolError, match="different ones: 2 of 3 ranks differ; the first is rank 1"):
+    with pytest.raises(ProtocolError, match=r"different micro-batches \(2 of 3 ranks, the first is rank 1\)"):
         laid.check_shared(world.rank, int)
     worst = max(world.gather(max(map(float, gaps)), float))
     return {"tokens": size, "gap": worst, "one of three": laid.gather_data(world.rank, int)}

@@ -57,8 +57,8 @@ def test_what_is_not_alike_is_said(tmp_path: Path) -> None:
     second_run.validate(0, [planted.right(row) for row in range(3)])
     comparison = compare([first_run.save(), second_run.save()], [None, None])
     assert comparison["warnings"] == [
-        "Scores are not comparable: configurations differ in rollout.reward, validation.success",
-        "1 questions are not the same in both validations and are left out",
+        "The scores are not comparable: the configurations differ in rollout.reward, validation.success",
+        "Questions that differ between the validations (left out): 1",
     ]
     assert comparison["modes"][0]["questions"] == 3
 
@@ -88,7 +88,7 @@ def test_an_episode_that_failed_has_the_lowest_score(tmp_path: Path) -> None:
     comparison = compare([run, run], [None, None])
     assert comparison["modes"][0]["means"] == [0.75, 0.5]
     assert comparison["warnings"] == [
-        "1 episodes of step 12 failed or did not finish in time, and count as wrong"
+        "Episodes of step 12 that failed or did not finish in time (counted as wrong): 1"
     ]
 
 
@@ -105,7 +105,7 @@ def test_without_a_validation_nothing_is_compared(tmp_path: Path) -> None:
     runs = save_run(tmp_path / "a"), save_run(tmp_path / "b")
     comparison = compare(runs, [None, None])
     assert (comparison["modes"], comparison["validations"]) == ([], [[], []])
-    with pytest.raises(ConfigError, match="from=x: give a number"):
+    with pytest.raises(ConfigError, match="from=x: expected a number"):
         Views(runs, ended).answer("compare", {"from": "x"})
 
 
@@ -116,7 +116,7 @@ def test_of_a_run_of_an_older_version_all_but_its_episodes_is_shown(tmp_path: Pa
     views = Views([run], ended)
     assert views.answer("runs", {})["runs"][0]["name"] == "a"
     assert views.answer("overview", {})["outcome"].startswith("Held-out success 75%")
-    with pytest.raises(ConfigError, match=r"written by .* \(schema \d+\), which"):
+    with pytest.raises(ConfigError, match=r"written by .* \(schema \d+\), so"):
         views.answer("compare", {})
 
 

@@ -176,7 +176,7 @@ def test_a_step_is_found_the_last_time_where_it_was_made_again(tmp_path: Path) -
     trainer.close()
     window = LaneReader(tmp_path).window(step=3)
     assert window["window"] == (31, 41)
-    with pytest.raises(ConfigError, match=r"step 7 is not in the timeline; the last one is 4"):
+    with pytest.raises(ConfigError, match=r"step 7 is not in the timeline \(last step: 4\)"):
         LaneReader(tmp_path).window(step=7)
 
 

@@ -196,7 +196,7 @@ def test_the_tab_shows_what_is_wrong_and_links_to_the_evidence(tmp_path: Path) -
                 assert "resumed with changed keys at step 5: trainer.lr: 0.5 → 0.25" in text
                 assert await tab.run('document.querySelector("[data-alert]").className') == "alert good"
                 text = await shown(tab, 2, "limited")
-                assert "the reward function (7 s of the 10 s of an episode" in text
+                assert "the reward function (7 s of the 10 s that an episode takes" in text
                 assert "reward function 70%" in text and "now: the reward function (12 s" in text
                 href = "document.querySelector('a.box[href*=\"filtered\"]').href"
                 assert "tab=episodes" in await tab.run(href)

@@ -55,7 +55,7 @@ QUESTIONS = (
         "what limits this run?",
         [planted.slow_reward],
         [],
-        ["bottleneck: the reward function (12 s of the 15 s of an episode", "reward function 80%"],
+        ["bottleneck: the reward function (12 s of the 15 s that an episode takes", "reward function 80%"],
     ),
     Question(
         "which tokens are masked, and why?",

@@ -117,7 +117,7 @@ def test_what_happened_is_marked_where_it_did(tmp_path: Path) -> None:
         (mark["step"], mark["kind"]) for mark in marks if "skipped" in mark["text"] or mark["kind"] != "alert"
     ]
     assert kinds == [(4, "validation"), (8, "lost"), (11, "alert")]
-    assert "50.0%" in marks[0]["text"] and marks[1]["text"].startswith("5 attempts")
+    assert "50.0%" in marks[0]["text"] and marks[1]["text"].endswith("a worker: 5")
     assert marks[-1]["text"].startswith("skipped optimizer steps: 1 of the last 10")
 
 

@@ -42,13 +42,13 @@ def test_the_page_and_its_answers(run_dir: Path) -> None:
         assert (await (await client.get(f"{url}api/rows")).json())["step"][-1] == 12
 
         for address, status, why in (
-            ("api/episodes?order=x", 400, "no column 'x'"),
+            ("api/episodes?order=x", 400, "unknown column 'x'"),
             ("api/lanes?from=-1e308&to=1e308", 400, "seconds since the start"),
             ("api/lanes?from=-1e308", 400, "seconds since the start"),
-            ("api/lanes?to=nan", 400, "to=nan: give a number"),
-            ("api/nothing", 404, "no view 'nothing'"),
-            ("nothing/at/all", 404, "no view 'nothing/at/all'"),
-            ("runs", 404, "no view 'runs'"),
+            ("api/lanes?to=nan", 400, "to=nan: expected a number"),
+            ("api/nothing", 404, "unknown view 'nothing'"),
+            ("nothing/at/all", 404, "unknown view 'nothing/at/all'"),
+            ("runs", 404, "unknown view 'runs'"),
         ):
             answer = await client.get(url + address)
             assert answer.status == status and why in (await answer.json())["error"]

@@ -99,7 +99,9 @@ def test_a_window_of_no_token_is_refused(
     if not problem:
         assert check_checkpoint(str(tmp_path), "model.path") == ""
         return
-    with pytest.raises(ConfigError, match=f"model.path: config.json: {problem}, so no token .*; set it to"):
+    with pytest.raises(
+        ConfigError, match=f"model.path: config.json: {problem}, so no token .*; set this value to"
+    ):
         check_checkpoint(str(tmp_path), "model.path")
 
 

@@ -74,5 +74,5 @@ def test_damage_is_no_other_error(where: slice):
 
 def test_a_piece_of_another_size_is_refused():
     piece = codec.encode_changes(*changed(100, 2, slice(None)), 2)
-    with pytest.raises(WeightsError, match="damaged delta"):
+    with pytest.raises(WeightsError, match="delta is damaged"):
         codec.apply_changes(np.zeros(2 * 99, np.uint8), piece, 2)

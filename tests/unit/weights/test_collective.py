@@ -356,8 +356,8 @@ async def test_rank_0_listens_before_the_server_is_asked(spawn, sender, monkeypa
         (
             "2.28.9",
             "invalid usage",
-            r"the trainer has NCCL 2\.29\.7, the server 2\.28\.9, but they must be the same: install "
-            r"the same version of torch in both environments, or set weights\.transport=disk",
+            r"the trainer uses NCCL 2\.29\.7, but the server uses 2\.28\.9; install the same version of "
+            r"torch in both environments, or set weights\.transport=disk",
         ),
         ("2.29.7", "invalid usage", r"NCCL error in: .*, NCCL version 2\.29\.7"),
         ("2.28.9", "unhandled system error", r"NCCL error in: .*, NCCL version 2\.28\.9"),
@@ -369,7 +369,7 @@ async def test_another_nccl_is_named_on_both_sides(spawn, sender, monkeypatch, s
 
     def refuse() -> None:
         raise WeightsError(
-            "server http://127.0.0.1:9: /update_weights_from_distributed answered 400: Failed to receive "
+            "server http://127.0.0.1:9: /update_weights_from_distributed returned 400: Failed to receive "
             "weights: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
             f"{kind} (run with NCCL_DEBUG=WARN for details), NCCL version {server_nccl} …"
         )
@@ -426,9 +426,9 @@ async def test_a_trainer_that_is_gone(spawn):
     server = spawn()
     trainer = SenderProcess(silent_from=0)
     trainer.end()
-    with pytest.raises(WeightsError, match="the sender cannot be reached"):
+    with pytest.raises(WeightsError, match="cannot connect to the sender"):
         await push(Receiver(server, 0, 1), trainer.ref)
-    with pytest.raises(WeightsError, match="not the address of a sender"):
+    with pytest.raises(WeightsError, match="not a sender's address"):
         await push(Receiver(server, 0, 1), WeightsRef(PolicyVersion(0, 1), "/dev/shm/weights"))
     assert server.calls == []
 
@@ -521,7 +521,7 @@ async def test_a_question_out_of_turn_ends_the_push(spawn, sender):
     reader, writer = await asyncio.open_connection(*_address(ref))
     await ask_question(reader, writer, VersionRequest("odd", PolicyVersion(0, 1), 1, 10.0))
     answer = await ask_question(reader, writer, BucketRequest(2))
-    assert "asked for bucket 2 when 0 were sent" in answer.reason
+    assert "the engine requested bucket 2, but 0 were sent" in answer.reason
 
 
 async def test_closing_the_sender_ends_its_pushes(spawn):

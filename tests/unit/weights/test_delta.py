@@ -224,7 +224,7 @@ def test_a_base_of_other_bytes_is_refused(training: Training, tmp_path: Path):
     training.publish(2)
     other = {name: tensor + 1 for name, tensor in training.history[0, 0].items()}
     fake_weights.publish(other, training.directory, PolicyVersion(0, 0))
-    with pytest.raises(WeightsError, match="is not the version that this one builds upon"):
+    with pytest.raises(WeightsError, match="is not the base version of"):
         materialise(training.ref(1), tmp_path / "cache")
 
 

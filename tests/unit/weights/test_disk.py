@@ -94,7 +94,7 @@ def test_damage_is_one_clear_line(tmp_path, tensors, name, damage, monkeypatch):
 
 def test_manifest_of_another_version_or_other_tensors(tmp_path, tensors):
     ref = publish(tensors, tmp_path, PolicyVersion(0, 1))
-    with pytest.raises(WeightsError, match="expected e0-v2; found e0-v1"):
+    with pytest.raises(WeightsError, match="expected e0-v2, found e0-v1"):
         disk.read_tensors(WeightsRef(PolicyVersion(0, 2), ref.path))
     payload = Path(ref.path) / disk.PAYLOAD
     held = load_file(payload)
@@ -282,5 +282,7 @@ def test_a_weights_directory_of_its_own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("where", ["shared/weights", "ram", "~/weights"])
 def test_a_weights_directory_that_is_none(tmp_path, where):
-    with pytest.raises(ConfigError, match=rf"weights.directory: '{where}' is not auto, shm, run or an abs"):
+    with pytest.raises(
+        ConfigError, match=rf"weights.directory: '{where}' is invalid; use auto, shm, run or an abs"
+    ):
         disk.weights_directory(where, tmp_path, "demo", 0)

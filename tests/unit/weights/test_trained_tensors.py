@@ -177,8 +177,9 @@ def test_adapters_of_a_model_with_experts_are_of_its_attention(qwen3_5_moe: Path
     """Servers would take adapters of a shared expert for those of experts."""
     config = resolved(qwen3_5_moe, **SERVED)
     assert config.model.lora_modules == ["k_proj", "o_proj", "q_proj", "v_proj"]
-    assert "left out, because servers would mistake the adapters for those of experts: " in describe_coverage(
-        config
+    assert (
+        "left out, because servers would mistake these adapters for expert adapters: "
+        in describe_coverage(config)
     )
     assert {"gate_proj", "shared_expert_gate"} <= {*resolved(qwen3_5_moe).model.lora_modules}
 
@@ -187,7 +188,7 @@ def test_modules_can_be_chosen(qwen3_5: Path) -> None:
     config = resolved(qwen3_5, lora_modules=["q_proj", "in_proj_qkv"])
     adapters = Adapters(skeleton(qwen3_5), config.adapters, config.model.lora_modules)
     assert {layer.rpartition(".")[2] for layer in adapters.specs[""].layers} == {"q_proj", "in_proj_qkv"}
-    assert "left out, because model.lora_modules lacks them: " in describe_coverage(config)
+    assert "left out, because model.lora_modules does not list them: " in describe_coverage(config)
 
 
 @pytest.mark.parametrize(
@@ -197,13 +198,13 @@ def test_modules_can_be_chosen(qwen3_5: Path) -> None:
             "qwen3_5",
             ["qkv"],
             {},
-            r"^model\.lora_modules: qkv: not among .* which are down_proj, gate_proj, .*",
+            r"^model\.lora_modules: .* has no trainable linear layers named qkv; choose from down_proj, .*",
         ),
         (
             "qwen3_5",
             ["q_proj", "in_proj_z"],
             SERVED,
-            r"^model\.lora_modules: .* in_proj_z: servers do not support adapters for these layers; leave",
+            r"^model\.lora_modules: .* in_proj_z: servers do not support adapters for these layers; remove",
         ),
         ("mistral3", [], SERVED, r"^weights\.adapters: .* \(mistral3\); set weights\.adapters=false$"),
     ],

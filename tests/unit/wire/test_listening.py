@@ -110,7 +110,7 @@ def test_idle_connections_cost_neither_files_nor_peers(tmp_path: Path, hard: int
     assert lines["before"] == "True", output
     assert lines["after"] == "True []" and lines["refused"] == "0" and lines["child"] == "1024", output
     assert (int(lines["top"]) > 1024) == (hard > 1100), output
-    wait = "new connections have to wait: 256 of 1024 open files are reserved; raise ulimit -n"
+    wait = "new connections must wait: 256 of 1024 open files are reserved; raise ulimit -n"
     assert lines["wait"] == ("" if hard > 1100 else wait)
 
 

@@ -132,7 +132,7 @@ async def test_a_record_that_no_socket_takes_is_refused() -> None:
     """It would be sent again for ever; so the episode fails."""
     played = Played()
     played.outbox._max_record_bytes = 1000
-    with pytest.raises(ProtocolError, match="a Replied has 1256 bytes, but at most 1000"):
+    with pytest.raises(ProtocolError, match="a record of type Replied has 1256 bytes, but at most 1000"):
         await played.outbox.post_record(Replied(0, A, 0), b"x" * 1000)
     running = asyncio.create_task(played.outbox.run_sender())
     await played.outbox.post_record(Replied(0, A, 0), b"x")

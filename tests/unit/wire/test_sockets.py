@@ -218,9 +218,7 @@ def test_a_gate_that_dies_ends_its_process_by_name(
     visitors.open(b"observer/0/x").connect(visitors.endpoints.control)
     assert exit_codes.get(timeout=30) == 1
     assert "TypeError" in caplog.text
-    assert (
-        caplog.messages[-1].splitlines()[-1].startswith("thread 'gate' failed, which ends this process: Type")
-    )
+    assert caplog.messages[-1].splitlines()[-1].startswith("thread 'gate' failed; exiting: Type")
 
 
 def test_a_key_that_is_taken_back_is_heard_no_more(visitors: Visitors) -> None:
