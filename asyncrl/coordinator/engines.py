@@ -26,7 +26,7 @@ from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.versions import EngineRecord
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.wire.messages.engine import SupervisorHeartbeat, SupervisorHello
-from asyncrl.wire.messages.shared import Loaded, Prefetch, Sampled
+from asyncrl.wire.messages.shared import Loaded, Prefetch, ProbeSamples
 from asyncrl.wire.messages.trainer import ScoredSamples
 from asyncrl.wire.messages.worker import EngineEntry, Engines, EngineUse
 from asyncrl.wire.sockets import role_of
@@ -196,7 +196,7 @@ class EngineHandler:
             self.probe_tokens += message.probe_gap.tokens
         return self.mismatches.judge_probe(peer, name, message)
 
-    def note_samples(self, peer: bytes, message: Sampled) -> None:
+    def note_samples(self, peer: bytes, message: ProbeSamples) -> None:
         """Hold the sequences that an engine has sampled for a test, until the trainer asks for a plan."""
         if peer in self.versions.engines:
             self.fleet.samples.add(peer, message, self.fleet.vocabulary)

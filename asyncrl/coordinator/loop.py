@@ -266,7 +266,7 @@ class Coordinator:
                 self.validation.confirm_load(peer, message, now)
             case shared.Loaded():
                 self.engines.confirm_load(peer, message, now)
-            case shared.Sampled():
+            case shared.ProbeSamples():
                 self.engines.note_samples(peer, message)
             case shared.Slept():
                 self.shifts.confirm_sleep(peer, message, now)

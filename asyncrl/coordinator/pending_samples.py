@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from asyncrl.types import PolicyVersion
-from asyncrl.wire.messages.shared import MAX_SAMPLES, Sampled
+from asyncrl.wire.messages.shared import MAX_SAMPLES, ProbeSamples
 from asyncrl.wire.messages.trainer import EngineSamples
 
 log = logging.getLogger("asyncrl.coordinator")
@@ -18,9 +18,9 @@ class PendingSamples:
     samples of other versions are dropped."""
 
     def __init__(self) -> None:
-        self._samples: dict[bytes, Sampled] = {}  # by identity of the engine's peer
+        self._samples: dict[bytes, ProbeSamples] = {}  # by identity of the engine's peer
 
-    def add(self, peer: bytes, message: Sampled, vocabulary: int) -> None:
+    def add(self, peer: bytes, message: ProbeSamples, vocabulary: int) -> None:
         """Store an engine's samples, beside earlier samples of the same version and in place of samples of
         other versions. Samples that the trainer could not score are dropped."""
         if not message.sequences:
@@ -36,7 +36,7 @@ class PendingSamples:
         pending = self._samples.get(peer)
         if pending is not None and pending.version == message.version:
             sequences = (*pending.sequences, *message.sequences)[:MAX_SAMPLES]
-            message = Sampled(message.version, sequences)
+            message = ProbeSamples(message.version, sequences)
         self._samples[peer] = message
 
     def take(self, version: PolicyVersion) -> tuple[EngineSamples, ...]:

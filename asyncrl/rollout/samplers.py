@@ -28,7 +28,7 @@ from asyncrl.runtime.probe_sampling import ProbeSampling
 from asyncrl.runtime.process import quick_imports
 from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader
 from asyncrl.types import Generation, TokenScores
-from asyncrl.wire.messages.shared import Loaded, Sampled
+from asyncrl.wire.messages.shared import Loaded, ProbeSamples
 
 log = logging.getLogger("asyncrl.worker")
 
@@ -66,7 +66,7 @@ class LocalSampler:
     def changed(self) -> Notifier:
         return self.loads.changed
 
-    async def run(self, report: Callable[[Loaded | Sampled], Awaitable[None]]) -> None:
+    async def run(self, report: Callable[[Loaded | ProbeSamples], Awaitable[None]]) -> None:
         """Load offered versions for ever, beside generation. Raises EngineError when the engine is broken, or
         refuses every version: the process must then be restarted."""
         load_failures = LoadFailures()

@@ -18,7 +18,7 @@ from asyncrl.engines.base import Request, Sampling
 from asyncrl.errors import recorded
 from asyncrl.types import NO_VERSION, Generation, PolicyVersion
 from asyncrl.weights.manifest import Probe
-from asyncrl.wire.messages.shared import Loaded, Sampled, SampledSequence
+from asyncrl.wire.messages.shared import Loaded, ProbeSamples, SampledSequence
 
 log = logging.getLogger("asyncrl.engine")
 
@@ -52,7 +52,7 @@ class ProbeSampling:
         self._task: asyncio.Task[None] | None = None
 
     def note_load(
-        self, loaded: Loaded, probe: Probe | None, report: Callable[[Sampled], Awaitable[None]]
+        self, loaded: Loaded, probe: Probe | None, report: Callable[[ProbeSamples], Awaitable[None]]
     ) -> None:
         """Begin to sample with a loaded version, if the engine has compared this probe. A version is sampled
         once: the same keys would give the same sequences again."""
@@ -81,7 +81,7 @@ class ProbeSampling:
         self,
         version: PolicyVersion,
         requests: Sequence[Request],
-        report: Callable[[Sampled], Awaitable[None]],
+        report: Callable[[ProbeSamples], Awaitable[None]],
     ) -> None:
         """Sample and report the sequences in batches: if the trainer moves on to another version early, the
         first batches still count."""
@@ -90,7 +90,7 @@ class ProbeSampling:
                 for start in range(0, len(requests), REQUESTS_AT_ONCE):
                     sequences = await self._sample_batch(version, requests[start : start + REQUESTS_AT_ONCE])
                     if sequences:
-                        await report(Sampled(version, sequences))
+                        await report(ProbeSamples(version, sequences))
 
         if failure.error is not None:
             log.info("v%d was not sampled for the test of the engine: %s", version.step, failure.line)

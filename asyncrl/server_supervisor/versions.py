@@ -17,7 +17,7 @@ from asyncrl.runtime.mirror import Mirror
 from asyncrl.runtime.probe_sampling import ProbeSampling
 from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader, sleep_answer
 from asyncrl.weights.manifest import WeightsError
-from asyncrl.wire.messages.shared import Loaded, LoadWeights, Prefetch, Sampled, Sleep, Slept
+from asyncrl.wire.messages.shared import Loaded, LoadWeights, Prefetch, ProbeSamples, Sleep, Slept
 from asyncrl.wire.sockets import Endpoints
 
 
@@ -122,7 +122,7 @@ class ServerVersions:
             self._loaded_count += 1
         return message
 
-    def sample_version(self, loaded: Loaded, report: Callable[[Sampled], Awaitable[None]]) -> None:
+    def sample_version(self, loaded: Loaded, report: Callable[[ProbeSamples], Awaitable[None]]) -> None:
         """Begin to sample with a version that was reported as loaded, for the test of the server."""
         if self._client is None or self._probe_sampling is None:
             return

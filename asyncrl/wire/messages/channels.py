@@ -6,14 +6,19 @@ A message is a header (a struct of this package, msgpack) and zero or more opaqu
 from asyncrl.wire.messages import engine, shared, trainer, worker
 
 FromWorker = (
-    worker.WorkerHello | worker.WorkerHeartbeat | worker.Leave | shared.Loaded | shared.Sampled | shared.Slept
+    worker.WorkerHello
+    | worker.WorkerHeartbeat
+    | worker.Leave
+    | shared.Loaded
+    | shared.ProbeSamples
+    | shared.Slept
 )
 FromSupervisor = (
     engine.SupervisorHello
     | engine.SupervisorHeartbeat
     | worker.Leave
     | shared.Loaded
-    | shared.Sampled
+    | shared.ProbeSamples
     | shared.Slept
 )
 FromTrainer = (

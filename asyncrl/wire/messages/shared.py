@@ -128,7 +128,7 @@ class SampledSequence(msgspec.Struct, frozen=True, array_like=True):
     logprobs: Annotated[tuple[float, ...], Meta(max_length=MAX_SAMPLE_TOKENS)]
 
 
-class Sampled(WireMessage, frozen=True):
+class ProbeSamples(WireMessage, frozen=True):
     """An engine has sampled these sequences with a version, at the temperature of the run, for a test by the
     trainer."""
 

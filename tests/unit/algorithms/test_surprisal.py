@@ -28,10 +28,10 @@ def at_temperature(logprobs: np.ndarray, temperature: float) -> np.ndarray:
 
 def nucleus(logprobs: np.ndarray, top_p: float) -> np.ndarray:
     order = np.argsort(-logprobs, axis=1)
-    likeliest_first = np.take_along_axis(np.exp(logprobs), order, 1)
-    likeliest_first[likeliest_first.cumsum(1) - likeliest_first >= top_p] = 0
+    sorted_probabilities = np.take_along_axis(np.exp(logprobs), order, 1)
+    sorted_probabilities[sorted_probabilities.cumsum(1) - sorted_probabilities >= top_p] = 0
     probabilities = np.zeros_like(logprobs)
-    np.put_along_axis(probabilities, order, likeliest_first, 1)
+    np.put_along_axis(probabilities, order, sorted_probabilities, 1)
     return np.asarray(probabilities / probabilities.sum(1, keepdims=True))
 
 

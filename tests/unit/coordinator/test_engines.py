@@ -16,7 +16,7 @@ from asyncrl.store.runstore import RunStore
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages.engine import SupervisorHeartbeat, SupervisorHello
-from asyncrl.wire.messages.shared import Loaded, LoadWeights, ProbeGap, Sampled, SampledSequence, Stop
+from asyncrl.wire.messages.shared import Loaded, LoadWeights, ProbeGap, ProbeSamples, SampledSequence, Stop
 from asyncrl.wire.messages.trainer import Probed, ScoredSamples, SurprisalSums
 from asyncrl.wire.messages.worker import EngineEntry, Engines, EngineUse
 from tests.fakes.mail import Sent
@@ -269,7 +269,7 @@ def test_samples_of_engines_are_held_and_judged_unless_the_engine_is_gone_or_to_
     ref = setup.serve(3)
     gap = ProbeGap(largest=0.0, mean=0.0, tokens=64, rounding=1e-6)
     setup.ack(A, ref, probe_gap=gap)
-    samples = Sampled(ref.version, (SampledSequence((1, 2), (-1.0,)),))
+    samples = ProbeSamples(ref.version, (SampledSequence((1, 2), (-1.0,)),))
     for peer in (A, b"engine/7/gone"):
         setup.handler.note_samples(peer, samples)
     assert [engine.engine for engine in setup.state.fleet.samples.take(ref.version)] == [A.decode()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.coordinator.pending_samples import MAX_ENGINES, PendingSamples
 from asyncrl.types import PolicyVersion
-from asyncrl.wire.messages.shared import MAX_SAMPLES, Sampled, SampledSequence
+from asyncrl.wire.messages.shared import MAX_SAMPLES, ProbeSamples, SampledSequence
 from asyncrl.wire.messages.trainer import EngineSamples
 
 VOCABULARY = 40
@@ -17,7 +17,7 @@ def pending(*samples: tuple[str, PolicyVersion, int]) -> PendingSamples:
     """Samples of engines: name, version, number of sequences."""
     pending_samples = PendingSamples()
     for engine, version, count in samples:
-        pending_samples.add(engine.encode(), Sampled(version, (SEQUENCE,) * count), VOCABULARY)
+        pending_samples.add(engine.encode(), ProbeSamples(version, (SEQUENCE,) * count), VOCABULARY)
     return pending_samples
 
 
@@ -45,6 +45,6 @@ def test_samples_that_the_trainer_could_not_score_are_dropped() -> None:
         SampledSequence((1, 2), (-0.5, -0.5)),
         SampledSequence((1, 2), ()),
     ):
-        samples.add(b"a", Sampled(NEW, (SEQUENCE, sequence)), VOCABULARY)
-    samples.add(b"a", Sampled(NEW, ()), VOCABULARY)
+        samples.add(b"a", ProbeSamples(NEW, (SEQUENCE, sequence)), VOCABULARY)
+    samples.add(b"a", ProbeSamples(NEW, ()), VOCABULARY)
     assert samples.take(NEW) == ()

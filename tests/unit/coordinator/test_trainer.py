@@ -20,7 +20,7 @@ from asyncrl.store.launches import launches_of
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
-from asyncrl.wire.messages.shared import Sampled, SampledSequence, Stop, Welcome
+from asyncrl.wire.messages.shared import ProbeSamples, SampledSequence, Stop, Welcome
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
@@ -155,7 +155,7 @@ def test_samples_are_scored_once_and_only_with_the_version_that_sampled(setup: T
     sequence = SampledSequence((1, 2, 3), (-0.5,))
 
     def kinds_after(version: PolicyVersion, step: int, part: int) -> list[str]:
-        samples.add(b"engine", Sampled(version, (sequence,)), vocabulary=40)
+        samples.add(b"engine", ProbeSamples(version, (sequence,)), vocabulary=40)
         plans = [setup.take(step, part) for _ in range(2)]
         return [plan.kind for plan in plans if plan]
 

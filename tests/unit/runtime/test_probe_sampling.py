@@ -20,7 +20,7 @@ from asyncrl.runtime.probe_sampling import (
 )
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
-from asyncrl.wire.messages.shared import Loaded, Sampled
+from asyncrl.wire.messages.shared import Loaded, ProbeSamples
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.loop import settle
 
@@ -33,7 +33,7 @@ class Fixture:
 
     def __init__(self, **config: Any) -> None:
         self.engine = ScriptedEngine(lambda request: TEXT)
-        self.reports: list[Sampled] = []
+        self.reports: list[ProbeSamples] = []
         self.sampling = ProbeSampling(
             parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, **config}),
             3,
@@ -41,7 +41,7 @@ class Fixture:
             self.engine.release,
         )
 
-    async def report(self, message: Sampled) -> None:
+    async def report(self, message: ProbeSamples) -> None:
         self.reports.append(message)
 
     def load(self, step: int, probe: Probe | None = PROBE, error: str = "") -> None:
@@ -49,7 +49,7 @@ class Fixture:
         loaded = Loaded(WeightsRef(PolicyVersion(1, step), "v"), "train", "sum", 0.1, error)
         self.sampling.note_load(loaded, probe, self.report)
 
-    async def sample(self) -> list[Sampled]:
+    async def sample(self) -> list[ProbeSamples]:
         """Wait for the end of the sampling; return and forget the reports."""
         if self.sampling._task is not None:
             await asyncio.wait([self.sampling._task])
