@@ -421,6 +421,10 @@ class WeightsKeys(TypedDict, total=False):
     (`retract`), or are aborted and resumed (`abort`)."""
     rolling: bool
     """Update servers one after another, so that generation never stops on all servers at once."""
+    on_mismatch: Literal["replace", "stop", "warn"]
+    """What happens if an engine's log-probs of a fixed text differ from the trainer's by more than
+    rounding explains: `replace` its process once, then stop; `stop` the run with a checkpoint; or only
+    `warn`."""
     adapters: Literal["auto"] | bool
     """Publish LoRA adapters alone, to be loaded alongside the model (true), or merged into its weights,
     which lets servers sample faster (false). auto: alone for the embedded engine, and for servers started

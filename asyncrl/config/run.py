@@ -133,6 +133,9 @@ class WeightsConfig(Section, frozen=True):
     or are aborted and resumed (`abort`)."""
     rolling: bool = True
     """Update servers one after another, so that generation never stops on all servers at once."""
+    on_mismatch: Literal["replace", "stop", "warn"] = "replace"
+    """What happens if an engine's log-probs of a fixed text differ from the trainer's by more than rounding
+    explains: `replace` its process once, then stop; `stop` the run with a checkpoint; or only `warn`."""
     adapters: Literal["auto"] | bool = "auto"
     """Publish LoRA adapters alone, to be loaded alongside the model (true), or merged into its weights,
     which lets servers sample faster (false). auto: alone for the embedded engine, and for servers started by

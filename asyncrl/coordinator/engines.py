@@ -13,18 +13,21 @@ An engine on a restarted peer is new, and holds no version.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, repeat
 
 from asyncrl.buffer.shifts import Shift
+from asyncrl.coordinator.mismatches import Mismatches
 from asyncrl.coordinator.peers import Peers
 from asyncrl.coordinator.scorers import SCORER, ScorerHandler, SupervisorRecord
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.versions import EngineRecord
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.wire.messages.engine import SupervisorHeartbeat, SupervisorHello
-from asyncrl.wire.messages.shared import Loaded, Prefetch
+from asyncrl.wire.messages.shared import Loaded, Prefetch, ProbeSamples
+from asyncrl.wire.messages.trainer import ScoredSamples
 from asyncrl.wire.messages.worker import EngineEntry, Engines, EngineUse
 from asyncrl.wire.sockets import role_of
 
@@ -63,7 +66,9 @@ class EngineHandler:
         self.scorers = ScorerHandler(state)  # their servers are in the same table
         self.supervised_peers = self.supervisors, self.scorers.supervisors
 
-        self.probe_gap = 0.0  # largest difference between log-probs of an engine and of the trainer
+        self.mismatches = Mismatches(state.config)
+        self.largest_probe_gap = 0.0  # largest difference between log-probs of an engine and of the trainer
+        self.probe_mean_gap = 0.0  # mean difference, by the newest comparison
         self.probe_tokens = 0  # tokens compared so far
 
         self.may_wake = False  # the trainer has offloaded: sleeping engines get the newest version
@@ -86,6 +91,7 @@ class EngineHandler:
 
     def remove_engine(self, peer: bytes) -> None:
         self.versions.engines.pop(peer, None)
+        self.mismatches.forget_engine(peer)
 
     def quarantined(self, peer: bytes) -> bool:
         """Return True if the worker's own engine must not sample."""
@@ -139,7 +145,10 @@ class EngineHandler:
             self.quarantine(peer, now + LOAD_RETRY)
             return
 
-        self.record_probe(message)
+        if not self.compare_probe(peer, engine.name, message):
+            self.quarantine(peer, math.inf)  # until another process takes its place
+            return
+
         engine.asleep = False
         engine.woken = True
         engine.unproven = message.unproven
@@ -178,10 +187,29 @@ class EngineHandler:
         self.refusals.clear()
         return f"no engine can load v{newest.step}: {self.last_refusal}"
 
-    def record_probe(self, message: Loaded) -> None:
-        """Record the largest difference between an engine's log-probs and the trainer's."""
-        self.probe_gap = max(self.probe_gap, message.probe_gap)
-        self.probe_tokens += message.probe_tokens
+    def compare_probe(self, peer: bytes, name: str, message: Loaded) -> bool:
+        """Record the gap between an engine's log-probs and the trainer's, and return True if the engine may
+        sample."""
+        if message.probe_gap is not None:
+            self.largest_probe_gap = max(self.largest_probe_gap, message.probe_gap.largest)
+            self.probe_mean_gap = message.probe_gap.mean
+            self.probe_tokens += message.probe_gap.tokens
+        return self.mismatches.judge_probe(peer, name, message)
+
+    def note_samples(self, peer: bytes, message: ProbeSamples) -> None:
+        """Hold the sequences that an engine has sampled for a test, until the trainer asks for a plan."""
+        if peer in self.versions.engines:
+            self.fleet.samples.add(peer, message, self.fleet.vocabulary)
+
+    def judge_samples(self, message: ScoredSamples) -> None:
+        """Judge engines by their samples, which the trainer has scored."""
+        for sums in message.sums:
+            peer = sums.engine.encode()
+            engine = self.versions.engines.get(peer)
+            if engine is None or engine.quarantined:  # replaced, or to be replaced
+                continue
+            if not self.mismatches.judge_samples(peer, engine.name, message.version, sums):
+                self.quarantine(peer, math.inf)  # until another process takes its place
 
     def usable_versions(self, workers: Iterable[bytes]) -> dict[bytes, list[int]]:
         """Return the versions that the episodes of each worker can start on, ascending.

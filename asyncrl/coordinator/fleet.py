@@ -8,6 +8,7 @@ import msgspec
 
 from asyncrl.buffer.shifts import Shifts
 from asyncrl.config import RunConfig
+from asyncrl.coordinator.pending_samples import PendingSamples
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.runtime.liveness import Liveness
 from asyncrl.store import launches
@@ -16,7 +17,8 @@ from asyncrl.types import MAX_VOCABULARY
 
 
 class Fleet:
-    """What concerns all processes at once: engines' versions, liveness, shifts, trainer epoch, waits.
+    """What concerns all processes at once: engines' versions and samples, liveness, shifts, trainer epoch and
+    waits.
 
     The processes themselves are in the `Peers` of the handlers.
     """
@@ -25,6 +27,7 @@ class Fleet:
         self._config = config
         self._store = store
         self.versions = versions
+        self.samples = PendingSamples()
         self.liveness = Liveness(config, time.monotonic())
         self.shifts: Shifts | None = None  # None unless engines and trainer share devices
 

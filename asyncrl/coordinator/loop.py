@@ -266,6 +266,8 @@ class Coordinator:
                 self.validation.confirm_load(peer, message, now)
             case shared.Loaded():
                 self.engines.confirm_load(peer, message, now)
+            case shared.ProbeSamples():
+                self.engines.note_samples(peer, message)
             case shared.Slept():
                 self.shifts.confirm_sleep(peer, message, now)
             case engine.SupervisorHello():
@@ -284,6 +286,8 @@ class Coordinator:
                 self.workers.cancel_episodes(self.trainer.record_given_up(peer, message))
             case trainer.Probed():
                 self.trainer.record_probe(message, now)
+            case trainer.ScoredSamples():
+                self.engines.judge_samples(message)
             case trainer.Published():
                 self.trainer.record_version(message, now)
             case trainer.Checkpointed():
@@ -365,6 +369,7 @@ class Coordinator:
         self.trainer.serve_request()
         self.trainer.forget_covered()
         self._report_validations()
+        self._act_on_mismatches(now)
         self._watch_stall(now)
 
         unreachable_peers = self.journal.outbox.unreachable
@@ -398,6 +403,11 @@ class Coordinator:
     def _on_commit(self, message: trainer.Commit) -> None:
         self.workers.send_min_version()
         row = self.reporter.step_row(message.step, message.metrics)
+        self.engines.mismatches.judge_tokens(
+            message.step,
+            message.metrics.get("rollout_corr/logprob_diff_mean", 0.0),
+            message.metrics.get("rollout_corr/logprob_diff_tokens", 0.0),
+        )
 
         engines = map(bytes.decode, self.fleet.versions.engines)
         is_validating = self.validation.is_busy
@@ -432,6 +442,16 @@ class Coordinator:
     def _request_replacement(self, message: shared.Replace) -> None:
         log.error("%s: replaced", message.reason)
         self._to_observers(message)
+
+    def _act_on_mismatches(self, now: float) -> None:
+        """Replace engines that do not compute the trainer's model, or end the run with a checkpoint."""
+        mismatches = self.engines.mismatches
+        for message in mismatches.replacements:
+            self._request_replacement(message)
+        mismatches.replacements = []
+
+        if mismatches.fatal and not self.lifecycle.ending:
+            self.lifecycle.abort_run(mismatches.fatal, now)
 
     def _watch_stall(self, now: float) -> None:
         """Replace silent trainer ranks of a run that has stalled, or end the run with a checkpoint.

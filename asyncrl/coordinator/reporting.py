@@ -217,6 +217,7 @@ class Reporter:
             "running": time.monotonic() - self.running_since,
             "lost": failed_attempts.lost,
             "checkpoint_problem": self.trainer.checkpoint_problem,
+            "mismatch": self.engines.mismatches.newest,
         }
         alerts = tuple(find_alerts(self._recent_rows, snapshot, self._config_leaves))
         write_status(self.run_dir, snapshot | {"alerts": alerts, "metrics": self._last_metrics})
@@ -242,7 +243,11 @@ class Reporter:
                 "weights/acked": float(self.versions.acked_step),
                 "weights/acked_lag": float(self.versions.newest.step - self.versions.acked_step),
                 "weights/stall_s": self.trainer.snapshot_s,
-                "weights/probe_logprob_diff_max": self.engines.probe_gap,
+                "weights/probe_logprob_diff_max": self.engines.largest_probe_gap,
+                "weights/probe_logprob_diff_mean": self.engines.probe_mean_gap,
+                "weights/sample_surprisal_z": self.engines.mismatches.sample_z,
+                "weights/sample_tokens": float(self.engines.mismatches.sample_tokens),
+                "weights/mismatches": float(self.engines.mismatches.count),
                 "weights/probe_tokens": float(self.engines.probe_tokens),
                 "rollout/multi_version_frac": self.multi_version_episodes / max(1, self.finished_episodes),
                 "data/retired_samples": float(len(self.buffer.prompts.retired_samples)),

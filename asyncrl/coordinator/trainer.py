@@ -514,6 +514,8 @@ class TrainerHandler:
 
         if version.step == batches.committed and self.fleet.versions.lacks_probe(version):
             return make_plan("probe")  # ranks that repeat steps score no probe
+        if version.step == batches.committed and (samples := self.fleet.samples.take(version)):
+            return make_plan("probe_samples", samples=samples)
 
         ranks = self.ranks.rank_count // self.config.trainer.sequence_parallel
         uids = batches.next_part(step, request.part, ranks, self.ledger.memory_limits.tokens)

@@ -271,8 +271,7 @@ class Validation:
         if message.error:
             log.warning("%s could not load v%d: %s", worker.name, message.ref.version.step, message.error)
             worker.eval_requested_at = now + LOAD_RETRY - self.config.weights.deadline
-        else:
-            self.engines.record_probe(message)
+        elif self.engines.compare_probe(peer, worker.name, message):
             worker.eval_version = message.ref.version
 
     def _end_session(self, session: SessionStart) -> None:

@@ -9,7 +9,7 @@ from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages.shared import LoadWeights
 from asyncrl.wire.messages.trainer import Probed
 
-PROBE_INTERVAL = 50  # steps between two comparisons of all engines with the trainer, as scoring takes time
+PROBE_INTERVAL = 50  # largest number of steps between two comparisons of all engines with the trainer
 
 MAX_PROBES = 64  # stored probes; while a disk is full, their versions do not become the newest
 
@@ -83,17 +83,19 @@ class VersionLedger:
     def lacks_probe(self, version: PolicyVersion, always: bool = False) -> bool:
         """Return True if the trainer, which has this version now, should score the probe.
 
-        That is so if an engine waits for the probe, if the last score was PROBE_INTERVAL steps ago, or with
-        `always`, before the trainer offloads.
+        That is so if an engine waits for the probe, with `always`, before the trainer offloads, and at steps
+        1, 2, 4, 8 and so on, then every PROBE_INTERVAL steps: a young run learns early of an engine that does
+        not load new versions.
         """
         if self.find_probe(version) is not None:
             return False
         if always:
             return True
 
-        probe_due = (
-            bool(self.recent_probes) and version.step >= self.recent_probes[-1].version.step + PROBE_INTERVAL
-        )
+        probe_due = False
+        if self.recent_probes:
+            last_step = self.recent_probes[-1].version.step
+            probe_due = version.step >= last_step + min(max(last_step, 1), PROBE_INTERVAL)
         return probe_due or any(engine.unproven for engine in self.engines.values())
 
     def add_probe(self, probed: Probed, now: float) -> None:

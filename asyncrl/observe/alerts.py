@@ -438,6 +438,12 @@ def _find_collapse(evidence: Evidence) -> Finding | None:
     return Finding(f"entropy fell from {before:.3g} to {now:.3g} nats per token")
 
 
+def _find_mismatch(evidence: Evidence) -> Finding | None:
+    count = evidence.newest_gauges.get("weights/mismatches", 0.0)
+    newest = evidence.status.get("mismatch") or "see the log of the coordinator"
+    return Finding(f"{count:.0f} comparisons with the trainer failed; newest: {newest}") if count else None
+
+
 def _find_gap(evidence: Evidence) -> Finding | None:
     name = "rollout_corr/logprob_diff_mean"  # only of tokens sampled and trained by the same version
     before = mean(evidence.first_steps, name)
@@ -553,6 +559,7 @@ ALERT_RULES: dict[str, Callable[[Evidence], Finding | None]] = {
         "rollout/tool_declined_frac", "of the calls returned an error from the tool"
     ),
     "entropy collapse": _find_collapse,
+    "engine mismatch": _find_mismatch,
     "growing log-prob gap": _find_gap,
     "skipped optimizer steps": _find_skipped,
     "many tokens masked": _find_masked,

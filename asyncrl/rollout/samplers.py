@@ -24,10 +24,11 @@ from asyncrl.isolation.calls import to_its_end
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.activity import ASLEEP, FRESHER, BusyTimer, Notifier, Sleeps, Waits
 from asyncrl.runtime.mirror import Mirror
+from asyncrl.runtime.probe_sampling import ProbeSampling
 from asyncrl.runtime.process import quick_imports
 from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader
 from asyncrl.types import Generation, TokenScores
-from asyncrl.wire.messages.shared import Loaded
+from asyncrl.wire.messages.shared import Loaded, ProbeSamples
 
 log = logging.getLogger("asyncrl.worker")
 
@@ -51,6 +52,7 @@ class LocalSampler:
     engine: Engine | None = None
     running_episodes: int = 0
     failures_in_row: int = 0  # failed turns
+    probe_sampling: ProbeSampling | None = None  # of the training engine
     loads: WeightLoader = field(init=False)
     sleeps: Sleeps = field(init=False)
 
@@ -64,7 +66,7 @@ class LocalSampler:
     def changed(self) -> Notifier:
         return self.loads.changed
 
-    async def run(self, report: Callable[[Loaded], Awaitable[None]]) -> None:
+    async def run(self, report: Callable[[Loaded | ProbeSamples], Awaitable[None]]) -> None:
         """Load offered versions for ever, beside generation. Raises EngineError when the engine is broken, or
         refuses every version: the process must then be restarted."""
         load_failures = LoadFailures()
@@ -77,6 +79,8 @@ class LocalSampler:
             loaded = await self.loads.load_next()
             self.sleeps.set_asleep(self._engine_asleep)
             await report(loaded)
+            if self.probe_sampling is not None:
+                self.probe_sampling.note_load(loaded, self.loads.compared_probe, report)
             load_failures.add_answer(loaded)
             if not self.keeps_version and (failure_text := load_failures.give_up_reason(self.load_deadline)):
                 raise EngineError(f"the {self.name} engine: {failure_text}")
@@ -152,6 +156,8 @@ class LocalSampler:
         return self.loads.sleep(self._sleep_engine)
 
     async def _sleep_engine(self) -> None:
+        if self.probe_sampling is not None:
+            self.probe_sampling.stop()
         if self.engine is not None:
             await self.engine.sleep()
         self.sleeps.set_asleep(self._engine_asleep)
@@ -180,6 +186,8 @@ class LocalSampler:
         return getattr(self.engine, "reprefilled_tokens", 0)
 
     async def close(self) -> None:
+        if self.probe_sampling is not None:
+            await self.probe_sampling.close()
         if self.engine is None:
             return
         with recorded() as close_failure:

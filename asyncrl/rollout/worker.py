@@ -45,6 +45,7 @@ from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.activity import Activity, BusyTimer, Waits
 from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.runtime.mirror import Mirror
+from asyncrl.runtime.probe_sampling import ProbeSampling
 from asyncrl.runtime.process import on_end_signal
 from asyncrl.runtime.weight_loader import sleep_answer
 from asyncrl.tools.snapshots import Snapshots
@@ -142,7 +143,9 @@ class RolloutWorker:
                 config.weights.deadline,
                 self._weight_mirror,
             )
-            self._local_samplers["train"] = LocalSampler("train", build_engine, *sampler_parts, engine=engine)
+            sampler = LocalSampler("train", build_engine, *sampler_parts, engine=engine)
+            sampler.probe_sampling = ProbeSampling(config, index, sampler.generate, sampler.release)
+            self._local_samplers["train"] = sampler
             self._local_samplers["eval"] = LocalSampler(
                 "eval", build_engine, *sampler_parts, keeps_version=True
             )

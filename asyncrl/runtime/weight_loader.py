@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
+from statistics import fmean
 from typing import Any, Protocol
 
 from asyncrl.errors import EngineError, lacks_resources, recorded
@@ -20,7 +21,7 @@ from asyncrl.runtime.activity import Notifier
 from asyncrl.runtime.mirror import Mirror
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Manifest, Postponed, Probe, Unreachable, WeightsError, WeightsRef
-from asyncrl.wire.messages.shared import Loaded, Sleep, Slept
+from asyncrl.wire.messages.shared import Loaded, ProbeGap, Sleep, Slept
 
 LOAD = "load_weights"  # a span of the timeline
 # Failed loads in a row, over a time that the owner allows, after which an engine is given up.
@@ -88,6 +89,7 @@ class WeightLoader:
 
         self._offered_version: tuple[WeightsRef, Probe | None] | None = None
         self._has_probed = False  # the engine has compared a probe
+        self.compared_probe: Probe | None = None  # the probe that the last load has compared
         self._loading_version: tuple[WeightsRef, Probe | None] | None = None
         self._last_loaded: tuple[WeightsRef, Manifest] | None = None
         self._sleeps_asked = 0  # asked for, and not over
@@ -150,7 +152,8 @@ class WeightLoader:
 
     async def _load_version(self, ref: WeightsRef, probe: Probe | None) -> Loaded:
         checksum = ""
-        probe_result = (0.0, 0, 0.0)
+        probe_gap: ProbeGap | None = None
+        self.compared_probe = None
         started_at = time.monotonic()
         started_wall = time.time()
         with recorded() as failure:
@@ -168,8 +171,9 @@ class WeightLoader:
                         engine = await self._engine()
                         manifest = await self._swap_version(engine, ref, local_ref)
                         if probe is not None:
-                            probe_result = await _compare_probe(engine, probe)
+                            probe_gap = await _compare_probe(engine, probe)
                             self._has_probed = True
+                            self.compared_probe = probe if probe_gap is not None else None
                         checksum = manifest.checksum
                 except TimeoutError as timeout:
                     verb = "loaded" if self._last_loaded is None else "probed"
@@ -189,7 +193,7 @@ class WeightLoader:
             checksum,
             seconds,
             failure.line,
-            *probe_result,
+            probe_gap,
             postponed,
             unproven,
             lost=isinstance(failure.error, Unreachable),
@@ -220,19 +224,17 @@ def _is_of_process(error: BaseException) -> bool:
     return error.__cause__ is not None and _is_of_process(error.__cause__)
 
 
-async def _compare_probe(engine: Loadable, probe: Probe) -> tuple[float, int, float]:
-    """Return (largest gap, tokens, the trainer's own noise) between the engine's and the trainer's log-probs
-    of the probe. An engine that computes nothing has no log-probs to compare."""
+async def _compare_probe(engine: Loadable, probe: Probe) -> ProbeGap | None:
+    """Compare the engine's log-probs of the probe with the trainer's. An engine that computes nothing has no
+    log-probs to compare."""
     engine_logprobs = await engine.score(probe.ids)
+    if not engine_logprobs:
+        return None
+
     gaps = [
         abs(engine_logprob - trainer_logprob)
-        for engine_logprob, trainer_logprob in zip(
-            engine_logprobs, probe.logprobs, strict=bool(engine_logprobs)
-        )
+        for engine_logprob, trainer_logprob in zip(engine_logprobs, probe.logprobs, strict=True)
     ]
-
-    return (
-        (max(gaps, default=0.0) if all(map(math.isfinite, gaps)) else math.inf),
-        len(engine_logprobs),
-        probe.noise,
-    )
+    if not all(map(math.isfinite, gaps)):
+        gaps = [math.inf] * len(gaps)
+    return ProbeGap(largest=max(gaps), mean=fmean(gaps), tokens=len(gaps), rounding=probe.rounding)

@@ -250,6 +250,7 @@ class ServerSupervisor:
                 raise EngineError(f"{self.name}: {versions.unknown_reason}")
             if isinstance(message, Loaded):
                 versions.count_load(message)
+                versions.sample_version(message, self._control.send)
 
     # -- the coordinator -----------------------------------------------------------------------------
 

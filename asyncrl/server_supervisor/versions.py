@@ -1,4 +1,5 @@
-"""Loads offered versions into an engine's server, puts the server to sleep, and checks its version."""
+"""Loads offered versions into an engine's server, samples with them for a test, puts the server to sleep, and
+checks its version."""
 
 from __future__ import annotations
 
@@ -7,25 +8,22 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from asyncrl.config import RunConfig
+from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.process import stored_kv_tokens
-from asyncrl.engines.sglang.server import Attached, Loader, build_loader
+from asyncrl.engines.sglang.server import Attached, Loader, build_loader, vocabulary_size_of
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.mirror import Mirror
+from asyncrl.runtime.probe_sampling import ProbeSampling
 from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader, sleep_answer
 from asyncrl.weights.manifest import WeightsError
-from asyncrl.wire.messages.shared import Loaded, LoadWeights, Prefetch, Sleep, Slept
+from asyncrl.wire.messages.shared import Loaded, LoadWeights, Prefetch, ProbeSamples, Sleep, Slept
 from asyncrl.wire.sockets import Endpoints
-
-# Largest difference in nats between the log-probs of server and trainer on the first probe: beyond, the
-# server computes another model. As bfloat16 rounding alone may exceed this, so may a multiple of the
-# trainer's own noise.
-MAX_PROBE_GAP = 1.0
-MAX_PROBE_NOISES = 5.0
 
 
 class ServerVersions:
-    """Owns all that changes the weights of a server: mirror, loader and sleep."""
+    """Owns all that changes the weights of a server: mirror, loader and sleep; and samples with new weights,
+    as the workers do, for the test of the server."""
 
     def __init__(self, config: RunConfig, endpoints: Endpoints, index: int, timeline: Timeline) -> None:
         self._mirror = Mirror(config, endpoints, "engine", index, timeline)
@@ -37,9 +35,10 @@ class ServerVersions:
         self._index = index
 
         self._server: Loader | None = None
+        self._client: SGLangClient | None = None  # set with the server
+        self._probe_sampling: ProbeSampling | None = None  # set with the client
         self._loaded_count = 0  # loaded versions in all
         self._failures = LoadFailures()
-        self._probe_checked = False  # the server has been compared with the trainer
         # The first server of a run starts before the trainer, later servers once the trainer has left the
         # devices.
         self._starts_later = config.shifts and stored_kv_tokens(Path(config.run_dir) / config.name, index) > 0
@@ -58,10 +57,19 @@ class ServerVersions:
     async def attach_server(self, server: Attached, attachment: str) -> None:
         """Take over a started server. In a run with shifts an unneeded server is put to sleep at once."""
         self._server = await asyncio.to_thread(build_loader, self._config, self._index, server, attachment)
+        vocabulary = await asyncio.to_thread(vocabulary_size_of, self._config.model.path)
+        client = SGLangClient(server.api, self._config, vocabulary, salt=attachment)
+        self._client = client
+        # The server forgets prefixes by itself: there is nothing to release.
+        self._probe_sampling = ProbeSampling(
+            self._config, self._index, client.generate, release=lambda session: None
+        )
         if self._config.shifts and not self._weight_loader.has_waiting:
             await self._server.sleep()
 
     async def close(self) -> None:
+        if self._probe_sampling is not None:
+            await self._probe_sampling.close()
         if self._server is not None:
             await self._server.close()
         self._mirror.close()
@@ -102,7 +110,7 @@ class ServerVersions:
         return "" if self._server is None else self._server.sleeping.unknown_reason
 
     async def next_answer(self) -> Loaded | Slept:
-        """Load the next offered version, or fall asleep. ConfigError if the server computes another model."""
+        """Load the next offered version, or fall asleep."""
         while not (self._weight_loader.has_waiting or self._sleep_answer):
             await self._weight_loader.changed.wait()
 
@@ -111,9 +119,16 @@ class ServerVersions:
 
         message = await self._weight_loader.load_next()
         if not message.error:
-            self._check_probe(message)
             self._loaded_count += 1
         return message
+
+    def sample_version(self, loaded: Loaded, report: Callable[[ProbeSamples], Awaitable[None]]) -> None:
+        """Begin to sample with a version that was reported as loaded, for the test of the server."""
+        if self._client is None or self._probe_sampling is None:
+            return
+        if not loaded.error:
+            self._client.mark_version(loaded.ref.version)
+        self._probe_sampling.note_load(loaded, self._weight_loader.compared_probe, report)
 
     async def _fall_asleep(self, sleep_answer: Awaitable[Slept]) -> Slept:
         answer = await sleep_answer
@@ -121,6 +136,8 @@ class ServerVersions:
         return answer
 
     async def _sleep_server(self) -> None:
+        if self._probe_sampling is not None:
+            self._probe_sampling.stop()
         if self._server is not None:
             await self._server.sleep()
 
@@ -169,16 +186,3 @@ class ServerVersions:
             )
 
         return not server.broken
-
-    def _check_probe(self, message: Loaded) -> None:
-        max_gap = max(MAX_PROBE_GAP, MAX_PROBE_NOISES * message.probe_noise)
-
-        if not self._probe_checked and message.probe_gap > max_gap:
-            raise ConfigError(
-                f"engine {self._index}: the server computes a different model: its log-probs for version "
-                f"{message.ref.version.step} differ from the trainer's by up to {message.probe_gap:.3g} "
-                f"nats, but rounding explains only {max_gap:.3g}; start the server with the trainer's "
-                "model.path and dtype"
-            )
-
-        self._probe_checked = not message.unproven

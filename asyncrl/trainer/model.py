@@ -106,6 +106,7 @@ class Policy(nn.Module):
         tokens: Selected,
         entropy_grad: bool = False,
         with_collision: bool = False,
+        with_variance: bool = False,
         teacher: Teacher | None = None,
     ) -> Scores:
         def score_part(part: Selected) -> Scores:
@@ -116,6 +117,7 @@ class Policy(nn.Module):
                 part,
                 entropy_grad=entropy_grad,
                 with_collision=with_collision,
+                with_variance=with_variance,
                 teacher=teacher,
                 wide_logits=self.split_model.fp32_head,
             )

@@ -15,13 +15,16 @@ import random
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from statistics import fmean
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import disk_full, one_line
+from asyncrl.trainer.float32 import float32_meanwhile
 from asyncrl.trainer.model import Policy, PublishedShards, adapter_shards, copied_buffers, score_ids
 from asyncrl.trainer.packing import padded_meanwhile
 from asyncrl.trainer.world import World
@@ -41,14 +44,15 @@ from asyncrl.wire.sockets import Endpoints, Link, identity
 log = logging.getLogger("asyncrl.weights")
 
 PROBE_TOKENS = 65
-NOISE_ROWS = 16  # sequences in the probe's larger batch, as other shapes round otherwise
+LARGER_BATCH = 16  # sequences in the probe's larger batch, as other shapes round otherwise
 FULL_RETRY_SECONDS = 5.0  # seconds until the next try after a write failed on a full disk
 
 
 class Publishing:
-    """Publishes versions of the policy. Made by all ranks together. `noise_floor`: how far the trainer's own
-    log-probs of the probe differ when scored in a larger batch (by another attention function, where
-    sequences are packed), at the first probe; no engine can be expected to come closer."""
+    """Publishes versions of the policy. Made by all ranks together. `rounding_gaps`: how far the trainer's
+    own log-probs of the probe are from those of a forward in float32, in nats, at the first probe; no engine
+    can be expected to come closer. Where forwards compute in float32 at least: from those in a larger
+    batch."""
 
     def __init__(
         self, config: RunConfig, endpoints: Endpoints, run_dir: Path, world: World, policy: Policy
@@ -57,7 +61,7 @@ class Publishing:
         self.world = world
         self.policy = policy
         self._endpoints = endpoints
-        self.noise_floor: float | None = None
+        self.rounding_gaps: tuple[float, ...] = ()
 
         # The fixed text that trainer and engines score; any ids do.
         self._probe_ids = tuple(random.Random(0).choices(range(policy.vocabulary), k=PROBE_TOKENS))
@@ -125,15 +129,26 @@ class Publishing:
         logprobs = score_ids(self.policy, self._probe_ids, self.world.device)
         self.allow_pause()
 
-        if self.noise_floor is None:
-            with padded_meanwhile(self.policy):
-                noisy_logprobs = score_ids(
-                    self.policy, self._probe_ids, self.world.device, sequence_count=NOISE_ROWS
-                )
-            self.allow_pause()
-            self.noise_floor = max(abs(a - b) for a, b in zip(logprobs, noisy_logprobs, strict=True))
+        if not self.rounding_gaps:
+            compared_logprobs = self._score_otherwise()
+            self.rounding_gaps = tuple(
+                abs(logprob - compared) for logprob, compared in zip(logprobs, compared_logprobs, strict=True)
+            )
 
-        return Probe(self._probe_ids, logprobs, self.noise_floor)
+        return Probe(self._probe_ids, logprobs, fmean(self.rounding_gaps))
+
+    def _score_otherwise(self) -> tuple[float, ...]:
+        """Score the probe in float32, or in a larger batch if forwards are not less exact than float32."""
+        is_rounded = self.config.model.dtype == "bfloat16"
+        with padded_meanwhile(self.policy), float32_meanwhile(self.policy) if is_rounded else nullcontext():
+            logprobs = score_ids(
+                self.policy,
+                self._probe_ids,
+                self.world.device,
+                sequence_count=1 if is_rounded else LARGER_BATCH,
+            )
+        self.allow_pause()
+        return logprobs
 
     def raise_failure(self) -> None:
         """Raise the error of a failed write or broadcast."""

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import NoReturn
 
 import torch
@@ -36,6 +37,7 @@ from asyncrl.trainer.optimizer import SpikeError
 from asyncrl.trainer.performance import peak_flops, performance
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.report import RatioRecorder
+from asyncrl.trainer.sample_scores import sum_surprisals
 from asyncrl.types import PolicyVersion, Turn
 from asyncrl.weights.memory import trim_heap
 from asyncrl.wire.messages import shared, trainer
@@ -162,6 +164,8 @@ class TrainerRank:
                     part_index += 1
                 case "probe":
                     self._publish_probe()
+                case "probe_samples":
+                    self._score_samples(plan)
                 case "step":
                     self._finish_batch(plan)
                     part_index = 0
@@ -201,8 +205,9 @@ class TrainerRank:
         self.checkpointing.add_trained(batch_uids)
         self._batch_uids = []
         metrics["trainer/trajectories_total"] = float(self.checkpointing.trained_total)
-        if self.publishing.noise_floor is not None:
-            metrics["weights/probe_noise_floor"] = self.publishing.noise_floor
+        if self.publishing.rounding_gaps:
+            metrics["weights/probe_noise_floor"] = max(self.publishing.rounding_gaps)
+            metrics["weights/probe_rounding_mean"] = fmean(self.publishing.rounding_gaps)
         metrics |= performance(*self.stopwatch.lap(), metrics, self.peak_flops, self.trainer_world.size)
         with self._waiting("wait_commit"):
             to_publish = self._commit_step(plan, batch_uids, metrics)
@@ -321,6 +326,25 @@ class TrainerRank:
             version = PolicyVersion(self.trainer_epoch, self.published_step)
             self.client.probed_message = trainer.Probed(version, probe)
             self.client.control.send(self.client.probed_message)
+
+    def _score_samples(self, plan: trainer.WorkPlan) -> None:
+        """Score the sequences that engines have sampled with the version that this trainer holds."""
+        scored_sums = list[trainer.SurprisalSums]()
+        with self.timeline.span("probe"), self.stopwatch.phase("update_weights"):
+            for samples in plan.samples:
+                sums = sum_surprisals(
+                    self.learner.policy,
+                    samples.engine,
+                    samples.sequences,
+                    temperature=self.config.rollout.temperature,
+                    device=self.trainer_world.device,
+                )
+                scored_sums.append(sums)
+                self.publishing.allow_pause()
+
+        if self.is_first:
+            version = PolicyVersion(self.trainer_epoch, self.learner.step)
+            self.client.control.send(trainer.ScoredSamples(version, tuple(scored_sums)))
 
     def _save_if_due(self) -> None:
         """Begin a checkpoint after a commit, if due; a checkpoint that becomes due while another is being

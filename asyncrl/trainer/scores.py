@@ -30,7 +30,7 @@ from asyncrl.trainer.world import SequenceRanks
 
 CHUNK_TOKENS = 512  # tokens whose logits exist at once
 ADAPTER_BITS = 32  # bits of an id; the bits above hold the adapter's index
-LOWEST_LOG = -1e30  # instead of log 0: zero times this is zero
+LOWEST_LOG = -1e15  # instead of log 0: zero times this, or its square, is zero
 Logits = Callable[[Tensor], Tensor]  # features of n tokens [n, ·] → their logits [n, V]
 
 
@@ -38,8 +38,8 @@ class Scores(NamedTuple):
     """Holds numbers per selected token [N], at its temperature, in natural logs, float32 at least.
 
     `logp` carries gradient; `entropy`, over the whole vocabulary, only on request; `collision`, Σ π² over the
-    vocabulary, never. `divergence` from a teacher carries gradient, `reference`, the teacher's log-probs,
-    none. None: not requested.
+    vocabulary, and `variance`, of -log π over the vocabulary, never. `divergence` from a teacher carries
+    gradient, `reference`, the teacher's log-probs, none. None: not requested.
     """
 
     logp: Tensor
@@ -47,6 +47,7 @@ class Scores(NamedTuple):
     collision: Tensor | None = None
     divergence: Tensor | None = None
     reference: Tensor | None = None
+    variance: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -193,19 +194,21 @@ def score_chunks(
     *,
     entropy_grad: bool,
     with_collision: bool,
+    with_variance: bool = False,
     teacher: Teacher | None = None,
     wide_logits: bool = False,
 ) -> Scores:
     """Compute scores from the output layer's input for each selected token, [N, ·]. `wide_logits`: logits
     have at least 4 bytes."""
-    is_compiled = features.is_cuda and teacher is None
+    # The variance is requested rarely and of few tokens: compiling would take longer.
+    is_compiled = features.is_cuda and teacher is None and not with_variance
     score_chunk = _compiled_scores() if is_compiled else _chunk_scores
 
     def run_chunk(part: Tensor, *columns: Tensor) -> Any:
         logits = logits_of(part)
         if is_compiled:
             torch._dynamo.mark_static(logits, 1)
-        return score_chunk(entropy_grad, with_collision, teacher, logits, *columns)
+        return score_chunk(entropy_grad, with_collision, with_variance, teacher, logits, *columns)
 
     token_columns = [features, tokens.labels, tokens.temperature]
     if teacher is not None:
@@ -226,7 +229,12 @@ def score_chunks(
 
 
 def _chunk_scores(
-    entropy_grad: bool, collision: bool, teacher: Teacher | None, logits: Tensor, *columns: Tensor
+    entropy_grad: bool,
+    collision: bool,
+    variance: bool,
+    teacher: Teacher | None,
+    logits: Tensor,
+    *columns: Tensor,
 ) -> dict[str, Tensor]:
     """Return scores of n tokens by name, from logits [n, V], labels, temperatures, and the teacher's
     columns."""
@@ -238,6 +246,8 @@ def _chunk_scores(
     }
     if collision:
         scores["collision"] = collision_of(table)
+    if variance:
+        scores["variance"] = surprisal_variance(table, scores["entropy"])
 
     if teacher is not None:
         logits_of = teacher.logits_of
@@ -272,6 +282,13 @@ def entropy_of(logp: Tensor) -> Tensor:
 def collision_of(logp: Tensor) -> Tensor:
     """Return Σ p² over the vocabulary, [N], the chance that two draws agree, of log p [N, V]."""
     return (2 * logp).exp().sum(-1)
+
+
+@torch.no_grad()
+def surprisal_variance(logp: Tensor, entropy: Tensor) -> Tensor:
+    """Return Σ p·(log p + H)² over the vocabulary, [N], the variance of -log p of a drawn token, of log p
+    [N, V], with -inf allowed, and the entropy H [N]."""
+    return (logp.exp() * (logp.clamp(min=LOWEST_LOG) + entropy[:, None]).square()).sum(-1)
 
 
 def widened(tensor: Tensor) -> Tensor:

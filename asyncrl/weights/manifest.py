@@ -118,12 +118,12 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 class Probe(msgspec.Struct, frozen=True):
     """A fixed text with the trainer's scores under a version: `logprobs` of ids[1:] at temperature 1, with
-    each adapter in turn. A new engine must agree before sampling a token. `noise`: the largest difference
-    that the trainer's own rounding makes, in nats."""
+    each adapter in turn. An engine must agree, before its first token and at every later probe. `rounding`:
+    the mean difference between these log-probs and those of a forward in float32, in nats."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    noise: float = 0.0
+    rounding: float = 0.0
 
 
 class Delta(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ def test_compiled_scores_are_the_plain_ones(entropy_grad: bool) -> None:
         labels = torch.arange(count, device="cuda")
         temperature = torch.linspace(0.5, 1.5, count, device="cuda")
         torch._dynamo.mark_static(logits, 1)
-        by_name = scores_of(entropy_grad, True, None, logits, labels, temperature)
+        by_name = scores_of(entropy_grad, True, False, None, logits, labels, temperature)
         (by_name["logp"].sum() + (by_name["entropy"].sum() if entropy_grad else 0.0)).backward()
         assert logits.grad is not None
         return [*by_name.values(), logits.grad]

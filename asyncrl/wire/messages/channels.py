@@ -5,9 +5,21 @@ A message is a header (a struct of this package, msgpack) and zero or more opaqu
 
 from asyncrl.wire.messages import engine, shared, trainer, worker
 
-FromWorker = worker.WorkerHello | worker.WorkerHeartbeat | worker.Leave | shared.Loaded | shared.Slept
+FromWorker = (
+    worker.WorkerHello
+    | worker.WorkerHeartbeat
+    | worker.Leave
+    | shared.Loaded
+    | shared.ProbeSamples
+    | shared.Slept
+)
 FromSupervisor = (
-    engine.SupervisorHello | engine.SupervisorHeartbeat | worker.Leave | shared.Loaded | shared.Slept
+    engine.SupervisorHello
+    | engine.SupervisorHeartbeat
+    | worker.Leave
+    | shared.Loaded
+    | shared.ProbeSamples
+    | shared.Slept
 )
 FromTrainer = (
     trainer.AskDevices
@@ -16,6 +28,7 @@ FromTrainer = (
     | trainer.Commit
     | trainer.Probed
     | trainer.Published
+    | trainer.ScoredSamples
     | trainer.Checkpointed
     | trainer.GaveUp
 )

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl.observe.alerts import Alert
+from asyncrl.types import MAX_VOCABULARY, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
 
 # Decoding fails for numbers out of range: sums of accepted numbers stay finite, and fit into the store.
@@ -15,6 +16,9 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]  # seconds may be negative after a clock was set back
 Share = Annotated[float, Meta(ge=0, le=1)]
 Gap = Annotated[float, Meta(ge=0)]  # infinite if a compared value is no number
+TokenId = Annotated[int, Meta(ge=0, lt=MAX_VOCABULARY)]
+MAX_SAMPLES = 64  # sequences in a message
+MAX_SAMPLE_TOKENS = 64  # tokens of such a sequence, including its prompt
 MAX_PIECE_BYTES = 1 << 20  # maximum bytes of a file in a message
 FileName = Annotated[
     str, Meta(pattern=r"^(logs|timeline|ratios)/[a-z]+-[0-9-]+\.(log|jsonl)\Z", max_length=100)
@@ -87,10 +91,19 @@ class LoadWeights(WireMessage, frozen=True):
     probe: Probe | None = None
 
 
+class ProbeGap(msgspec.Struct, frozen=True):
+    """The differences between an engine's log-probs of a probe and the trainer's, in nats, over `tokens`
+    tokens. `rounding`: the probe's."""
+
+    largest: Gap
+    mean: Gap
+    tokens: Count
+    rounding: Gap
+
+
 class Loaded(WireMessage, frozen=True):
-    """An engine swapped in a version, or could not. `probe_gap` is the largest difference between the
-    engine's log-probs of the version's probe and the trainer's, over `probe_tokens` tokens; `probe_noise` is
-    the noise of the probe. `postponed`: the version is not available now, and is asked for again. `unproven`:
+    """An engine swapped in a version, or could not. `probe_gap`: by the version's probe, if it was compared.
+    `postponed`: the version is not available now, and is asked for again. `unproven`:
     the engine has compared no probe since the start. `lost`: nobody delivers the version, about which nothing
     is known. `process_failed`: the engine is broken, or the process lacks memory, descriptors, threads or
     room; otherwise an error concerns the version's files."""
@@ -100,13 +113,27 @@ class Loaded(WireMessage, frozen=True):
     checksum: str
     seconds: Finite
     error: str = ""
-    probe_gap: Gap = 0.0
-    probe_tokens: Count = 0
-    probe_noise: Gap = 0.0
+    probe_gap: ProbeGap | None = None
     postponed: bool = False
     unproven: bool = False
     lost: bool = False
     process_failed: bool = False
+
+
+class SampledSequence(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt and its sampled continuation. `logprobs`: of the sampled tokens, the last of `ids`, as the
+    engine has reported them."""
+
+    ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_SAMPLE_TOKENS)]
+    logprobs: Annotated[tuple[float, ...], Meta(max_length=MAX_SAMPLE_TOKENS)]
+
+
+class ProbeSamples(WireMessage, frozen=True):
+    """An engine has sampled these sequences with a version, at the temperature of the run, for a test by the
+    trainer."""
+
+    version: PolicyVersion
+    sequences: Annotated[tuple[SampledSequence, ...], Meta(max_length=MAX_SAMPLES)]
 
 
 class Sleep(WireMessage, frozen=True):

@@ -10,7 +10,7 @@ from asyncrl.buffer.batches import Baseline
 from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.types import MAX_VOCABULARY, EpisodeResult, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
-from asyncrl.wire.messages.shared import Count, Finite, Welcome, WireMessage
+from asyncrl.wire.messages.shared import Count, Finite, Gap, SampledSequence, Welcome, WireMessage
 
 
 class TrainerHello(WireMessage, frozen=True):
@@ -82,6 +82,26 @@ class Probed(WireMessage, frozen=True):
 
     version: PolicyVersion
     probe: Probe
+
+
+class SurprisalSums(msgspec.Struct, frozen=True):
+    """Sums over tokens that an engine has sampled, scored by the trainer at the temperature of the run. With
+    ξ = -log p - H of a token, H the entropy: `deviation` Σ ξ, `squares` Σ ξ², `variance` the sum of the
+    expectations of ξ². `gap`: the sum of the differences to the reported log-probs."""
+
+    engine: str  # identity of the peer
+    tokens: Count
+    deviation: float
+    squares: Gap
+    variance: Gap
+    gap: Gap
+
+
+class ScoredSamples(WireMessage, frozen=True):
+    """Rank 0 has scored the samples of a plan with the weights of `version`."""
+
+    version: PolicyVersion
+    sums: tuple[SurprisalSums, ...]
 
 
 class Checkpointed(WireMessage, frozen=True):
@@ -175,19 +195,28 @@ class PlannedTrajectory(msgspec.Struct, frozen=True):
         return sum(result.tokens for result in self.siblings)
 
 
+class EngineSamples(msgspec.Struct, frozen=True):
+    """The sequences that an engine has sampled for a test."""
+
+    engine: str  # identity of the peer
+    sequences: tuple[SampledSequence, ...]
+
+
 class WorkPlan(WireMessage, frozen=True):
     """Names the next task of all ranks, which partition the trajectories among themselves.
 
-    work: train the trajectories. probe: score the probe, for a new engine, then ask again. step: the batch is
-    complete, take the optimizer step. end: no more batches, write a checkpoint. stop: write a checkpoint now,
-    mid-batch. rest: move everything to main memory, as engines need the devices, then ask again.
+    work: train the trajectories. probe: score the probe, for a new engine, then ask again. probe_samples:
+    score the samples of engines, then ask again. step: the batch is complete, take the optimizer step. end:
+    no more batches, write a checkpoint. stop: write a checkpoint now, mid-batch. rest: move everything to
+    main memory, as engines need the devices, then ask again.
     """
 
     step: int
     part: int
-    kind: Literal["work", "probe", "step", "end", "stop", "rest"]
+    kind: Literal["work", "probe", "probe_samples", "step", "end", "stop", "rest"]
     trajectories: tuple[PlannedTrajectory, ...] = ()
     plan_hash: str = ""  # only for the kind "step"
+    samples: tuple[EngineSamples, ...] = ()  # only for the kind "probe_samples"
 
 
 class PayloadRequest(WireMessage, frozen=True):

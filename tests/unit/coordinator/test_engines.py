@@ -16,8 +16,8 @@ from asyncrl.store.runstore import RunStore
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages.engine import SupervisorHeartbeat, SupervisorHello
-from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop
-from asyncrl.wire.messages.trainer import Probed
+from asyncrl.wire.messages.shared import Loaded, LoadWeights, ProbeGap, ProbeSamples, SampledSequence, Stop
+from asyncrl.wire.messages.trainer import Probed, ScoredSamples, SurprisalSums
 from asyncrl.wire.messages.worker import EngineEntry, Engines, EngineUse
 from tests.fakes.mail import Sent
 from tests.unit.buffer.machine import make
@@ -259,7 +259,33 @@ def test_a_server_that_was_started_samples_only_after_the_probe(setup: EngineSet
     assert [healthy for _, healthy, _ in setup.table()] == [True, False]
     setup.ack(B, second)
     assert [healthy for _, healthy, _ in setup.table()] == [True, True]
-    assert [step for step in (1, 2, 50, 51) if versions.lacks_probe(PolicyVersion(1, step))] == [51]
+    assert [step for step in (1, 2, 50, 51) if versions.lacks_probe(PolicyVersion(1, step))] == [2, 50, 51]
+
+
+def test_samples_of_engines_are_held_and_judged_unless_the_engine_is_gone_or_to_be_replaced(
+    tmp_path: Path,
+) -> None:
+    setup = EngineSetup(tmp_path, on_mismatch="replace")
+    ref = setup.serve(3)
+    gap = ProbeGap(largest=0.0, mean=0.0, tokens=64, rounding=1e-6)
+    setup.ack(A, ref, probe_gap=gap)
+    samples = ProbeSamples(ref.version, (SampledSequence((1, 2), (-1.0,)),))
+    for peer in (A, b"engine/7/gone"):
+        setup.handler.note_samples(peer, samples)
+    assert [engine.engine for engine in setup.state.fleet.samples.take(ref.version)] == [A.decode()]
+
+    def scored(peer: bytes, deviation: float) -> ScoredSamples:
+        sums = SurprisalSums(peer.decode(), 1024, deviation, squares=1024.0, variance=1024.0, gap=0.0)
+        return ScoredSamples(ref.version, (sums,))
+
+    mismatches = setup.handler.mismatches
+    setup.handler.judge_samples(scored(b"engine/7/gone", -500.0))
+    setup.handler.judge_samples(scored(B, -20.0))
+    assert mismatches.count == 0 and mismatches.sample_tokens == 1024
+    setup.handler.judge_samples(scored(A, -500.0))
+    setup.handler.judge_samples(scored(A, -500.0))  # on their way at the same time
+    assert mismatches.count == 1 and len(mismatches.replacements) == 1 and not mismatches.fatal
+    assert [healthy for _, healthy, _ in setup.table()] == [False, True]
 
 
 def test_a_server_is_compared_where_writing_takes_longer_than_a_step(setup: EngineSetup) -> None:

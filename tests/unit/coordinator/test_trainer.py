@@ -20,7 +20,7 @@ from asyncrl.store.launches import launches_of
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
-from asyncrl.wire.messages.shared import Stop, Welcome
+from asyncrl.wire.messages.shared import ProbeSamples, SampledSequence, Stop, Welcome
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
@@ -147,6 +147,25 @@ def test_the_probe_is_asked_for_until_it_is_scored_and_is_no_part_of_the_plan(se
     commit_first(setup)
     setup.hello("y")
     assert asked(0) == "work"  # ranks that repeat a step score no probe
+
+
+def test_samples_are_scored_once_and_only_with_the_version_that_sampled(setup: TrainerSetup) -> None:
+    samples = setup.state.fleet.samples
+    epoch = setup.state.fleet.trainer_epoch
+    sequence = SampledSequence((1, 2, 3), (-0.5,))
+
+    def kinds_after(version: PolicyVersion, step: int, part: int) -> list[str]:
+        samples.add(b"engine", ProbeSamples(version, (sequence,)), vocabulary=40)
+        plans = [setup.take(step, part) for _ in range(2)]
+        return [plan.kind for plan in plans if plan]
+
+    assert kinds_after(PolicyVersion(epoch - 1, 0), 1, 0) == ["work", "work"]
+    assert kinds_after(PolicyVersion(epoch, 0), 1, 1) == ["probe_samples", "step"]  # no part of the plan
+    commit_first(setup)
+    assert "probe_samples" not in kinds_after(PolicyVersion(epoch, 0), 2, 0)
+    setup.hello("y")
+    epoch = setup.state.fleet.trainer_epoch
+    assert kinds_after(PolicyVersion(epoch, 0), 1, 0) == ["work", "work"]  # ranks that repeat a step
 
 
 def test_a_trainer_that_waits_for_data_is_given_the_probe_and_no_batch(tmp_path: Path) -> None:

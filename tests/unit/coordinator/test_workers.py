@@ -548,7 +548,7 @@ def test_a_probe_that_the_trainer_repeats_is_not_compared_again(setup: WorkerSet
         setup.state.fleet.versions.add_probe(probed, now)
         setup.tick(now)
         probes += [message.probe for _, message in setup.sent.take(LoadWeights)]
-        setup.engines.confirm_load(A, Loaded(ref, "train", "sum", 0.1, probe_tokens=1), now)
+        setup.engines.confirm_load(A, Loaded(ref, "train", "sum", 0.1), now)
     assert probes == [probed.probe]
 
 

@@ -11,15 +11,17 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
+from asyncrl.config import parse
 from asyncrl.engines.base import EngineRefused, Request, Sampling
 from asyncrl.errors import EngineError
 from asyncrl.rollout.samplers import MAX_FAILURES, LocalSampler
 from asyncrl.runtime.activity import ASLEEP, BusyTimer, Notifier, Waits
 from asyncrl.runtime.liveness import Contact, ContactState
+from asyncrl.runtime.probe_sampling import REQUESTS_AT_ONCE, ProbeSampling
 from asyncrl.runtime.weight_loader import LOAD_TRIES
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
-from asyncrl.wire.messages.shared import Loaded
+from asyncrl.wire.messages.shared import Loaded, ProbeGap
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.loop import Intervals, settle
 
@@ -156,18 +158,45 @@ def ref(version: int, path: str = "somewhere") -> WeightsRef:
     return WeightsRef(PolicyVersion(0, version), path)
 
 
+async def test_a_compared_version_is_sampled_after_its_report_until_the_engine_sleeps() -> None:
+    f = Fixture()
+    f.engine.load_gate.clear()
+    config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}})
+    f.lane.probe_sampling = ProbeSampling(config, 0, f.lane.generate, f.lane.release)
+    f.lane.loads.offer_version(ref(1), Probe((1, 2, 3), (-1.0, -1.5)))
+    await settle()
+    assert not f.engine.requests
+
+    f.engine.gate.clear()  # the next version does not wait for samples
+    f.engine.load_gate.set()
+    await f.answered(1)
+    f.lane.loads.offer_version(ref(2), Probe((1, 2, 3), (-1.0, -1.5)))
+    await f.answered(2)
+    await settle()
+    assert [request.session.split("-")[2] for request in f.engine.requests[::REQUESTS_AT_ONCE]] == [
+        "v1",
+        "v2",
+    ]
+    await f.lane.sleep()
+    await settle()
+    assert len(f.engine.cancelled) == 2 * REQUESTS_AT_ONCE and f.versions == [1, 2]
+    f.task.cancel()
+    await f.lane.close()
+
+
 @pytest.mark.parametrize(("engine", "gap"), [(-1.0, 0.5), (math.nan, math.inf)])
 async def test_a_load_compares_the_probe(engine: float, gap: float) -> None:
     """Wrong weights, or none at all, show at the load and not in the training curve. A version that came
     without the probe is not loaded again for it."""
     f = Fixture()
     f.engine.score = lambda ids: asyncio.sleep(0, tuple(engine for _ in ids[1:]))  # type: ignore[method-assign]
-    probe = Probe((1, 2, 3), (-1.0, -1.5), noise=0.25)
+    probe = Probe((1, 2, 3), (-1.0, -1.5), rounding=0.25)
     for count, offered in enumerate((None, probe, None), start=1):
         f.lane.loads.offer_version(ref(1), offered)
         await f.answered(count)
-    assert [(a.probe_tokens, a.unproven) for a in f.answers] == [(0, True), (2, False), (0, False)]
-    assert (f.answers[1].probe_gap, f.answers[1].probe_noise) == (gap, 0.25)
+    assert [answer.unproven for answer in f.answers] == [True, False, False]
+    expected_gap = ProbeGap(largest=gap, mean=gap / 2, tokens=2, rounding=0.25)
+    assert [answer.probe_gap for answer in f.answers] == [None, expected_gap, None]
     assert len(f.engine.loads) == 1
     f.task.cancel()
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
 import msgspec
 import pytest
@@ -20,17 +20,19 @@ from asyncrl.engines.sglang.http import INVALID_LABEL
 from asyncrl.engines.sglang.process import store_kv_tokens, stored_kv_tokens
 from asyncrl.engines.sglang.server import Attached
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError
+from asyncrl.runtime.probe_sampling import SAMPLE_COUNT, SAMPLE_TOKENS
 from asyncrl.runtime.weight_loader import LOAD_TRIES
 from asyncrl.server_supervisor import supervisor as engine_supervisor
 from asyncrl.server_supervisor.supervisor import ServerSupervisor
 from asyncrl.server_supervisor.versions import ServerVersions
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
+from asyncrl.weights.manifest import Manifest, Probe, WeightsError, WeightsRef
 from asyncrl.wire.messages.engine import SupervisorHeartbeat, SupervisorHello
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Sleep, Slept, WireMessage
+from asyncrl.wire.messages.worker import Leave
 from asyncrl.wire.sockets import Endpoints
 from tests.fakes.loop import settle
-from tests.fakes.sglang import Script, scripted
+from tests.fakes.sglang import DONE, Script, event, scripted
 
 REF = WeightsRef(PolicyVersion(1, 1), "somewhere")
 FINE = Loaded(REF, "train", "sum", 0.1)
@@ -186,6 +188,35 @@ async def test_a_server_whose_loader_cannot_be_made_is_disconnected(tmp_path: Pa
         assert server.api._http_session is None
 
 
+async def test_a_loaded_version_is_sampled_as_workers_sample_turns(tmp_path: Path) -> None:
+    async with scripted() as script, attached_supervisor(tmp_path, script.url) as supervisor:
+        answering(script, paused=False, label="e1-v1")
+        finish = {"type": "length", "length": SAMPLE_TOKENS}
+        script.streams(event(range(SAMPLE_TOKENS), SAMPLE_TOKENS, REF.version.label, finish), DONE)
+        versions = supervisor._versions
+        assert versions is not None
+        server = await supervisor._start_server()
+        with patch("asyncrl.server_supervisor.versions.build_loader", return_value=AsyncMock()):
+            await versions.attach_server(server, "i")
+
+        versions.sample_version(FAILED, supervisor._control.send)
+        versions.sample_version(FINE, supervisor._control.send)  # not compared with the trainer
+        versions._weight_loader.compared_probe = Probe((7, 8, 9), (-1.0, -1.0))
+        versions.sample_version(FINE, supervisor._control.send)
+        assert versions._probe_sampling is not None and versions._probe_sampling._task is not None
+        await asyncio.wait([versions._probe_sampling._task])
+        await server.api.close()
+
+    sampled = supervisor._control.sent  # type: ignore[attr-defined]
+    assert {message.version for message in sampled[:-1]} == {REF.version} and sampled[-1] == Leave()
+    sequences = [sequence for message in sampled[:-1] for sequence in message.sequences]
+    assert len(sequences) == SAMPLE_COUNT
+    assert {sequence.ids[-SAMPLE_TOKENS:] for sequence in sequences} == {tuple(range(SAMPLE_TOKENS))}
+    requests = [body for path, body, _ in script.requests if path == "/generate"]
+    assert len(requests) == SAMPLE_COUNT and all(body["return_logprob"] for body in requests)
+    assert {body["sampling_params"]["max_new_tokens"] for body in requests} == {SAMPLE_TOKENS}
+
+
 def report(*answers: Loaded) -> Callable[[ServerSupervisor, ServerVersions], Awaitable[Any]]:
     async def act(supervisor: ServerSupervisor, versions: ServerVersions) -> None:
         with patch.object(versions, "_weight_loader", Answers(answers)), suppress(asyncio.CancelledError):
@@ -245,17 +276,6 @@ def test_each_look_at_the_servers_memory_is_reported_once(
 
     sent = keep(tmp_path, act, Server(*[REF.label] * 2, "other"))
     assert [beat.kv_use for beat in sent if isinstance(beat, SupervisorHeartbeat)] == [0.0, None]
-
-
-def test_another_model_shows_at_the_first_probe(tmp_path: Path) -> None:
-    strange = Loaded(REF, "train", "sum", 0.1, probe_gap=2.5, probe_tokens=64)
-    without = msgspec.structs.replace(FINE, unproven=True)
-    for before in ([], [without]):  # the version came ahead of its probe
-        with pytest.raises(ConfigError, match=r"computes a different model.*2\.5"):
-            keep(tmp_path, report(*before, strange))
-    keep(tmp_path, report(FINE, strange))  # a gap that grows is a metric
-    rounded = msgspec.structs.replace(strange, probe_noise=0.6)  # bfloat16
-    keep(tmp_path, report(rounded))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -93,18 +94,19 @@ def score_the_probe(world: World, folder: Path) -> Any:
     for _ in range(2):
         probe = trainer.publishing.score_probe()
         own = score_ids(trainer.policy, probe.ids, world.device)
-        found.append((probe.logprobs == own, probe.noise == trainer.publishing.noise_floor, len(forwards)))
+        is_mean = probe.rounding == fmean(trainer.publishing.rounding_gaps)
+        found.append((probe.logprobs == own, is_mean, len(forwards)))
         trainer.publish()
     trainer.publishing.drain()
-    return found, trainer.publishing.noise_floor, pauses
+    return found, trainer.publishing.rounding_gaps, pauses
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_probe_is_scored_with_the_weights_as_they_are(tmp_path: Path, ranks: int) -> None:
-    """Its noise is measured the first time only. Servers may join after each forward."""
-    found, floor, pauses = run_ranks(ranks, score_the_probe, tmp_path)
+    """Rounding is measured the first time only. Servers may join after each forward."""
+    found, rounding_gaps, pauses = run_ranks(ranks, score_the_probe, tmp_path)
     assert pauses == [1, 2, 4]
-    assert found == [(True, True, 3), (True, True, 5)] and 0 <= floor < 1e-5  # float32
+    assert found == [(True, True, 3), (True, True, 5)] and 0 <= max(rounding_gaps) < 1e-5  # float32
 
 
 def _described(tensors: dict[str, torch.Tensor]) -> Entries:

@@ -46,11 +46,20 @@ def selected(labels: list[int], temperature: list[float]) -> Selected:
 def test_by_hand(logits: list[float], temperature: float, p: float, entropy: float, collision: float) -> None:
     features = torch.tensor([logits], dtype=torch.float64, requires_grad=True)
     found = score_chunks(
-        lambda part: part, features, selected([0], [temperature]), entropy_grad=True, with_collision=True
+        lambda part: part,
+        features,
+        selected([0], [temperature]),
+        entropy_grad=True,
+        with_collision=True,
+        with_variance=True,
     )
     assert found.logp.item() == pytest.approx(log(p), abs=1e-7)
     assert found.entropy.item() == pytest.approx(entropy, abs=1e-7)
     assert found.collision is not None and found.collision.item() == pytest.approx(collision)
+    probabilities = (features.detach()[0] / temperature).softmax(0)
+    surprisals = -probabilities.clamp(min=1e-300).log()
+    variance = float((probabilities * (surprisals - entropy) ** 2).sum())
+    assert found.variance is not None and found.variance.item() == pytest.approx(variance, abs=1e-12)
     (found.logp + found.entropy).sum().backward()
     assert features.grad is not None and features.grad.isfinite().all()
 
@@ -94,7 +103,7 @@ def test_only_what_is_asked_for() -> None:
         lambda part: part @ head.T, features, tokens, entropy_grad=False, with_collision=False
     )
     assert found.logp.requires_grad and not found.entropy.requires_grad
-    assert found.collision is None
+    assert found.collision is None and found.variance is None
     with torch.no_grad():
         found = score_chunks(
             lambda part: part @ head.T, features, tokens, entropy_grad=True, with_collision=True

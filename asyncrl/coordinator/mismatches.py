@@ -1,0 +1,153 @@
+"""Decides what happens to an engine whose log-probs are not the trainer's, by `weights.on_mismatch`."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from asyncrl.algorithms.surprisal import SurprisalTest
+from asyncrl.config import RunConfig
+from asyncrl.coordinator.state import log
+from asyncrl.types import PolicyVersion
+from asyncrl.wire.messages.shared import Loaded, ProbeGap, Replace
+from asyncrl.wire.messages.trainer import SurprisalSums
+
+# An engine may differ from the trainer by this multiple of the trainer's own rounding. That both round, each
+# in its own way, explains a factor of 1.4.
+ROUNDING_MULTIPLE = 3.0
+MIN_GAP_LIMIT = 1e-3  # nats; honest engines in float32 differ by 1e-5
+ALARM_RATE = 1e-4  # the chance that the samples of any honest engine are judged wrongly, in a whole run
+MIN_TOKENS = 64  # tokens of training, of one version, over which a mean gap is judged
+
+
+def gap_limit(rounding: float) -> float:
+    """Return the largest mean gap, in nats, that `rounding` explains."""
+    return max(MIN_GAP_LIMIT, ROUNDING_MULTIPLE * rounding)
+
+
+class Mismatches:
+    """Judges the gaps between engines and trainer, of probes and of trained tokens, and engines' samples.
+
+    `count`: mismatches so far. `newest`: the newest one, for the alert. `replacements`: processes to be
+    replaced. `fatal`: why the run must stop; '' otherwise.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._action = config.weights.on_mismatch
+        self._temperature = config.rollout.temperature
+        self._replaced: Counter[str] = Counter()  # by name of the engine
+        self._rounding: float | None = None  # nats, of the newest probe
+        self._sample_tests: dict[bytes, SurprisalTest] = {}  # by identity of the engine's process
+        self._test_count = 0  # tests of samples that have begun
+        self.sample_tokens = 0  # tested so far
+        self.count = 0
+        self.newest = ""
+        self.replacements: list[Replace] = []
+        self.fatal = ""
+
+    def judge_probe(self, peer: bytes, name: str, message: Loaded) -> bool:
+        """Return True if the engine may sample. Otherwise its process is to be replaced (the first time), or
+        the run to stop."""
+        gap = message.probe_gap
+        if gap is None:
+            return True
+
+        self._rounding = gap.rounding
+        if gap.mean <= gap_limit(gap.rounding):
+            return True
+
+        return self._act_on(peer, name, describe_gap(name, message.ref.version.step, gap))
+
+    def judge_samples(self, peer: bytes, name: str, version: PolicyVersion, sums: SurprisalSums) -> bool:
+        """Judge all sequences that an engine's process has sampled for a test; these of `version` are new.
+        Returns as `judge_probe` does."""
+        if self._rounding is None:  # the probe was compared before this coordinator was started
+            return True
+
+        rounding = self._rounding / min(1.0, self._temperature)  # the probe is scored at temperature 1
+        test = self._sample_tests.get(peer)
+        if test is None:
+            self._test_count += 1
+            alarm_rate = ALARM_RATE / (self._test_count * (self._test_count + 1))  # sums to ALARM_RATE
+            test = self._sample_tests[peer] = SurprisalTest(alarm_rate)
+        test.add(tokens=sums.tokens, deviation=sums.deviation, squares=sums.squares, variance=sums.variance)
+        self.sample_tokens += sums.tokens
+
+        mean_gap = sums.gap / max(1, sums.tokens)
+        if mean_gap > gap_limit(rounding):
+            text = (
+                f"{name} reports other log-probs than the trainer's: those of {sums.tokens:,} tokens that it "
+                f"sampled with v{version.step} differ by {mean_gap:.3g} nats on average; rounding explains "
+                f"{gap_limit(rounding):.2g}"
+            )
+            return self._act_on(peer, name, text)
+        if test.has_failed(rounding):
+            return self._act_on(peer, name, describe_samples(name, version.step, test))
+        return True
+
+    @property
+    def sample_z(self) -> float:
+        """The largest |z| among the tests of the engines' samples."""
+        return max((abs(test.z) for test in self._sample_tests.values()), default=0.0)
+
+    def forget_engine(self, peer: bytes) -> None:
+        """Forget the test of an engine whose process has left."""
+        self._sample_tests.pop(peer, None)
+
+    def _act_on(self, peer: bytes, name: str, text: str) -> bool:
+        """Have a mismatched engine replaced, or the run stopped. Returns True if the engine may sample."""
+        self.count += 1
+        self.newest = text
+        log.error("%s", self.newest)
+        if self._action == "warn":
+            return True
+
+        if self._action == "replace" and not self._replaced[name]:
+            self._replaced[name] += 1
+            role, _, incarnation = peer.decode().split("/")
+            self.replacements.append(Replace(role, self.newest, incarnation))
+        else:
+            again = " again, after it was replaced" if self._replaced[name] else ""
+            self.fatal = f"{self.newest}{again}; {ADVICE}"
+        return False
+
+    def judge_tokens(self, step: int, mean_gap: float, tokens: float) -> None:
+        """Judge the gap of a batch's tokens that the trained version itself has sampled."""
+        if self._rounding is None or tokens < MIN_TOKENS or mean_gap <= gap_limit(self._rounding):
+            return
+
+        self.count += 1
+        self.newest = (
+            f"the log-probs that engines reported for {tokens:,.0f} tokens of step {step} differ from the "
+            f"trainer's by {mean_gap:.3g} nats on average; rounding explains {gap_limit(self._rounding):.2g}"
+        )
+        if self._action == "stop":
+            self.fatal = f"{self.newest}; {ADVICE}"
+
+
+ADVICE = (
+    "check that the engines serve the model of model.path in model.dtype; to train on their samples all the "
+    "same, for example if the engines are quantized on purpose, set weights.on_mismatch=warn"
+)
+
+
+def describe_samples(name: str, step: int, test: SurprisalTest) -> str:
+    """Describe an engine whose samples fail the test, with the size of the deviation."""
+    if test.deviation < 0:
+        comparison = "less"
+        cause = "it may sample with top_p, top_k or min_p, or at a lower temperature"
+    else:
+        comparison = "more"
+        cause = "it may sample at a higher temperature, or with a penalty"
+    return (
+        f"{name} does not sample from the trainer's distribution: up to v{step} its samples are {comparison} "
+        f"surprising than that distribution's: z = {test.z:.1f} over {test.tokens:,} tokens; {cause}"
+    )
+
+
+def describe_gap(name: str, step: int, gap: ProbeGap) -> str:
+    """Describe an engine's mismatch, with its size."""
+    return (
+        f"{name} computes a different model from the trainer: its log-probs of v{step} differ by "
+        f"{gap.mean:.3g} nats on average (at most {gap.largest:.3g}) over {gap.tokens} tokens of the probe; "
+        f"rounding explains {gap_limit(gap.rounding):.2g}"
+    )

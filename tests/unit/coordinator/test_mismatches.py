@@ -1,0 +1,167 @@
+"""Engines whose log-probs are not the trainer's: which gaps rounding explains, and what happens then."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from asyncrl.config import parse
+from asyncrl.coordinator.mismatches import MIN_TOKENS, Mismatches, gap_limit
+from asyncrl.types import PolicyVersion
+from asyncrl.weights.manifest import WeightsRef
+from asyncrl.wire.messages.shared import Loaded, ProbeGap, Replace
+from asyncrl.wire.messages.trainer import SurprisalSums
+
+ENGINE = b"engine/1/b7"
+WORKER = b"rollout/0/w3"
+FLOAT32_ROUNDING = 1e-6
+BFLOAT16_ROUNDING = 0.05  # of SmolLM2-135M
+
+
+def mismatches(action: str = "replace") -> Mismatches:
+    return Mismatches(
+        parse(
+            {"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, "weights": {"on_mismatch": action}}
+        )
+    )
+
+
+def loaded(mean_gap: float, rounding: float = FLOAT32_ROUNDING, step: int = 3) -> Loaded:
+    gap = ProbeGap(largest=4 * mean_gap, mean=mean_gap, tokens=64, rounding=rounding)
+    return Loaded(WeightsRef(PolicyVersion(1, step), "v"), "train", "sum", 0.1, probe_gap=gap)
+
+
+@pytest.mark.parametrize(
+    ("mean_gap", "rounding", "may_sample"),
+    [
+        (1e-5, FLOAT32_ROUNDING, True),
+        (0.02, FLOAT32_ROUNDING, False),  # the weights of one step before
+        (1.4 * BFLOAT16_ROUNDING, BFLOAT16_ROUNDING, True),  # both round
+        (4 * BFLOAT16_ROUNDING, BFLOAT16_ROUNDING, False),
+        (math.inf, BFLOAT16_ROUNDING, False),
+    ],
+)
+@pytest.mark.parametrize("earlier_probes", [0, 5])
+def test_every_probe_is_judged_by_the_trainers_rounding(
+    mean_gap: float, rounding: float, may_sample: bool, earlier_probes: int
+) -> None:
+    judge = mismatches()
+    for step in range(earlier_probes):
+        assert judge.judge_probe(ENGINE, "engine 1", loaded(rounding, rounding, step))
+    assert judge.judge_probe(ENGINE, "engine 1", loaded(mean_gap, rounding, step=7)) is may_sample
+    assert judge.count == (not may_sample)
+    if not may_sample:
+        assert "engine 1" in judge.newest and "v7" in judge.newest and f"{mean_gap:.3g} nats" in judge.newest
+
+
+def test_an_engine_without_a_comparison_is_not_judged() -> None:
+    judge = mismatches("stop")
+    without_probe = Loaded(WeightsRef(PolicyVersion(1, 0), "v"), "train", "sum", 0.1)
+    assert judge.judge_probe(ENGINE, "engine 1", without_probe) and not judge.count
+
+
+def test_an_engine_is_replaced_once_and_then_the_run_stops() -> None:
+    judge = mismatches("replace")
+    assert not judge.judge_probe(ENGINE, "engine 1", loaded(0.5))
+    assert not judge.judge_probe(WORKER, "worker 0", loaded(0.5))  # counted by engine
+    reasons = [replacement.reason for replacement in judge.replacements]
+    assert judge.replacements == [
+        Replace("engine", reasons[0], "b7"),
+        Replace("rollout", reasons[1], "w3"),
+    ]
+    assert "engine 1" in reasons[0] and "worker 0" in reasons[1] and not judge.fatal
+
+    judge.replacements = []
+    assert not judge.judge_probe(b"engine/1/c8", "engine 1", loaded(0.5))
+    assert not judge.replacements and "again, after it was replaced" in judge.fatal
+
+
+def test_a_mismatch_stops_the_run_or_is_only_reported() -> None:
+    stopping = mismatches("stop")
+    assert not stopping.judge_probe(ENGINE, "engine 1", loaded(0.5))
+    assert "weights.on_mismatch=warn" in stopping.fatal and not stopping.replacements
+
+    warning = mismatches("warn")
+    assert warning.judge_probe(ENGINE, "engine 1", loaded(0.5))
+    assert (warning.count, warning.fatal, warning.replacements) == (1, "", [])
+
+
+def test_trained_tokens_are_judged_from_the_first_step() -> None:
+    judge = mismatches("stop")
+    judge.judge_tokens(1, 1.5, MIN_TOKENS)
+    assert not judge.count, "no probe has told the rounding yet"
+
+    judge.judge_probe(ENGINE, "engine 1", loaded(1e-6))
+    judge.judge_tokens(1, 1.5, MIN_TOKENS - 1)
+    judge.judge_tokens(1, gap_limit(FLOAT32_ROUNDING), MIN_TOKENS)
+    assert not judge.count
+    judge.judge_tokens(1, 1.5, MIN_TOKENS)
+    assert judge.count == 1 and "step 1 differ from the trainer's by 1.5 nats" in judge.fatal
+
+
+def sums(z: float, gap: float = 0.0, tokens: int = 1024) -> SurprisalSums:
+    """Sums over tokens whose surprisal has the variance 1."""
+    return SurprisalSums(
+        engine=ENGINE.decode(),
+        tokens=tokens,
+        deviation=z * math.sqrt(tokens),
+        squares=float(tokens),
+        variance=float(tokens),
+        gap=gap * tokens,
+    )
+
+
+@pytest.mark.parametrize(
+    ("z", "comparison", "cause"),
+    [(-12.0, "less surprising", "top_p, top_k or min_p"), (12.0, "more surprising", "a higher temperature")],
+)
+def test_an_engine_is_named_by_its_samples(z: float, comparison: str, cause: str) -> None:
+    judge = mismatches("stop")
+    judge.judge_probe(ENGINE, "engine 1", loaded(0.0))
+    assert not judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 8), sums(z))
+    assert (
+        "engine 1" in judge.fatal and "up to v8" in judge.fatal and f"z = {z:.1f} over 1,024" in judge.fatal
+    )
+    assert comparison in judge.fatal and cause in judge.fatal
+    assert (judge.count, judge.sample_z, judge.sample_tokens) == (1, abs(z), 1024)
+
+
+def test_samples_are_judged_together_by_process() -> None:
+    judge = mismatches("replace")
+    judge.judge_probe(ENGINE, "engine 1", loaded(0.0))
+    verdicts = [
+        judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, step), sums(-3.0)) for step in range(8)
+    ]
+    assert verdicts[0] and not verdicts[-1], "one z of -3 is chance, eight are not"
+    assert judge.judge_samples(WORKER, "worker 0", PolicyVersion(1, 8), sums(-3.0))
+    assert judge.sample_z == pytest.approx(3 * math.sqrt(8))
+
+    judge.forget_engine(ENGINE)
+    assert judge.judge_samples(b"engine/1/c8", "engine 1", PolicyVersion(1, 9), sums(-3.0))
+    assert judge.sample_z == pytest.approx(3.0) and judge.sample_tokens == 10 * 1024
+
+
+def test_engines_share_the_false_alarm_rate_of_a_run() -> None:
+    """The more engines, the more it takes."""
+    judge = mismatches("warn")
+    judge.judge_probe(ENGINE, "engine 1", loaded(0.0))
+    for index in range(2000):
+        judge.judge_samples(b"engine/%d/a" % index, f"engine {index}", PolicyVersion(1, 0), sums(-6.0))
+    assert 1 <= judge.count < 100
+
+
+def test_reported_log_probs_of_samples_are_judged_like_the_probe() -> None:
+    judge = mismatches("stop")
+    judge.judge_probe(ENGINE, "engine 1", loaded(0.0, BFLOAT16_ROUNDING))
+    assert judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 0), sums(0.0, gap=0.14))
+    assert not judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 1), sums(0.0, gap=0.16))
+    assert "sampled with v1 differ by 0.16 nats" in judge.fatal
+    not_finite = mismatches("stop")
+    not_finite.judge_probe(ENGINE, "engine 1", loaded(0.0))
+    assert not not_finite.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 0), sums(0.0, gap=math.inf))
+
+
+def test_samples_are_not_judged_without_a_probe() -> None:
+    judge = mismatches("stop")
+    assert judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 0), sums(-50.0)) and not judge.count

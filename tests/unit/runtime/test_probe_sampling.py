@@ -1,0 +1,134 @@
+"""Samples of a version for the test of an engine: what is asked for, when, and what ends the sampling."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from asyncrl.config import parse
+from asyncrl.engines.base import Request
+from asyncrl.errors import EngineError
+from asyncrl.runtime import probe_sampling
+from asyncrl.runtime.probe_sampling import (
+    PROMPT_TOKENS,
+    REQUESTS_AT_ONCE,
+    SAMPLE_COUNT,
+    SAMPLE_TOKENS,
+    ProbeSampling,
+)
+from asyncrl.types import PolicyVersion
+from asyncrl.weights.manifest import Probe, WeightsRef
+from asyncrl.wire.messages.shared import Loaded, ProbeSamples
+from tests.fakes.engine import ScriptedEngine
+from tests.fakes.loop import settle
+
+PROBE = Probe(tuple(range(40, 60)), (-1.0,) * 19)
+TEXT = "x" * SAMPLE_TOKENS
+
+
+class Fixture:
+    """The sampling of a scripted engine, and the reports."""
+
+    def __init__(self, **config: Any) -> None:
+        self.engine = ScriptedEngine(lambda request: TEXT)
+        self.reports: list[ProbeSamples] = []
+        self.sampling = ProbeSampling(
+            parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, **config}),
+            3,
+            self.engine.generate,
+            self.engine.release,
+        )
+
+    async def report(self, message: ProbeSamples) -> None:
+        self.reports.append(message)
+
+    def load(self, step: int, probe: Probe | None = PROBE, error: str = "") -> None:
+        self.engine._version = step
+        loaded = Loaded(WeightsRef(PolicyVersion(1, step), "v"), "train", "sum", 0.1, error)
+        self.sampling.note_load(loaded, probe, self.report)
+
+    async def sample(self) -> list[ProbeSamples]:
+        """Wait for the end of the sampling; return and forget the reports."""
+        if self.sampling._task is not None:
+            await asyncio.wait([self.sampling._task])
+        reports = self.reports
+        self.reports = []
+        return reports
+
+    @property
+    def sessions(self) -> list[str]:
+        return [request.session for request in self.engine.requests]
+
+
+async def test_a_version_with_a_probe_is_sampled_once() -> None:
+    fixture = Fixture(rollout={"temperature": 0.7})
+    fixture.load(4, probe=None)
+    assert await fixture.sample() == []
+    fixture.load(4, error="damaged")
+    assert await fixture.sample() == []
+
+    fixture.load(4)
+    reports = await fixture.sample()
+    assert {report.version for report in reports} == {PolicyVersion(1, 4)}
+    assert [len(report.sequences) for report in reports] == [REQUESTS_AT_ONCE] * 4
+    sequences = [sequence for report in reports for sequence in report.sequences]
+    prompts = [sequence.ids[:PROMPT_TOKENS] for sequence in sequences]
+    assert len({*prompts}) == SAMPLE_COUNT and {*sum(prompts, ())} <= {*PROBE.ids}
+    assert {len(sequence.ids) - len(sequence.logprobs) for sequence in sequences} == {PROMPT_TOKENS}
+
+    requests = fixture.engine.requests
+    assert {(len(r.ids), r.sampling.temperature, r.sampling.stop_ids) for r in requests} == {(8, 0.7, ())}
+    assert len({request.key for request in requests}) == SAMPLE_COUNT
+    assert sorted(fixture.engine.released) == sorted(fixture.sessions)
+
+    fixture.load(4)
+    assert await fixture.sample() == [], "the same keys give the same tokens"
+    fixture.load(5)
+    assert len(await fixture.sample()) == 4
+
+
+@pytest.mark.parametrize("event", ["newer version", "sleep", "close", "deadline", "error"])
+async def test_sampling_ends_early_and_releases_its_sessions(
+    event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if event == "deadline":
+        monkeypatch.setattr(probe_sampling, "SAMPLE_SECONDS", 0.0)
+    fixture = Fixture()
+    fixture.engine.gate.clear()
+    fixture.load(4)
+    await settle()
+
+    if event == "newer version":
+        fixture.load(5, probe=None)
+    elif event == "sleep":
+        fixture.sampling.stop()
+    elif event == "close":
+        await fixture.sampling.close()
+    elif event == "error":
+
+        def fail(request: Request) -> str:
+            raise EngineError("broken")
+
+        fixture.engine.script = fail
+        fixture.engine.gate.set()
+
+    assert await fixture.sample() == []
+    assert len(fixture.sessions) in (0, REQUESTS_AT_ONCE)
+    assert {*fixture.engine.released} >= {*fixture.sessions}
+
+
+async def test_sequences_across_an_update_are_dropped() -> None:
+    fixture = Fixture()
+    updated: set[str] = set()
+
+    def script(request: Request) -> str:
+        if request.session.endswith("-7"):
+            updated.add(request.session)
+        fixture.engine._version = 5 if request.session in updated else 4
+        return TEXT
+
+    fixture.engine.script = script
+    fixture.load(4)
+    assert sum(len(report.sequences) for report in await fixture.sample()) == SAMPLE_COUNT - 1
