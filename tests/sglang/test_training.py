@@ -151,7 +151,7 @@ def test_servers_supervisors_and_the_coordinator_die_in_mid_run(
         assert 0 <= late_episodes < 16
         restarted = [line for line in run.text().splitlines() if "; restarting " in line]
         assert any("engine-0 was killed" in line for line in restarted) is replaced
-        assert any("engine-1 ended" in line for line in restarted)
+        assert any("engine-1 exited" in line for line in restarted)
 
 
 def reach(run: Run, step: int) -> None:

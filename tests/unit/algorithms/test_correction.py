@@ -166,7 +166,7 @@ REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"truncate": {}, "ratio": {}}, "two weights"),
     ({"mask": {"low": 6}}, r"x\.mask: low \(6.* above high \(5"),
     ({"reject_sequence": {"low": 1.2}}, "swap"),
-    ({"truncate": {"level": "episode"}}, r"x\.truncate\.level: .*episode.*one of token"),
+    ({"truncate": {"level": "episode"}}, r"x\.truncate\.level: .*episode.*choose from token"),
     ({"truncate": {"positive": 0}}, "positive"),
     ({"reject": {"limit": -1}}, "limit"),
     ({"veto": {"least": 2}}, "least"),
