@@ -175,7 +175,7 @@ class ServerVersions:
 
         if not self._probe_checked and message.probe_gap > max_gap:
             raise ConfigError(
-                f"engine {self._index}: the server computes a different model: its log-probs for version "
+                f"engine {self._index}: the server runs a different model: its log-probs for version "
                 f"{message.ref.version.step} differ from the trainer's by up to {message.probe_gap:.3g} "
                 f"nats, but rounding explains only {max_gap:.3g}; start the server with the trainer's "
                 "model.path and dtype"

@@ -251,7 +251,7 @@ def test_another_model_shows_at_the_first_probe(tmp_path: Path) -> None:
     strange = Loaded(REF, "train", "sum", 0.1, probe_gap=2.5, probe_tokens=64)
     without = msgspec.structs.replace(FINE, unproven=True)
     for before in ([], [without]):  # the version came ahead of its probe
-        with pytest.raises(ConfigError, match=r"computes a different model.*2\.5"):
+        with pytest.raises(ConfigError, match=r"runs a different model.*2\.5"):
             keep(tmp_path, report(*before, strange))
     keep(tmp_path, report(FINE, strange))  # a gap that grows is a metric
     rounded = msgspec.structs.replace(strange, probe_noise=0.6)  # bfloat16
@@ -262,10 +262,10 @@ def test_another_model_shows_at_the_first_probe(tmp_path: Path) -> None:
     ("labels", "complaint"),
     [
         ([REF.label, "default"], "holds 'default' instead of 'e1-v1'"),
-        ([REF.label, *[EngineError("nobody there")] * 3], "its server did not answer 3 times in a row"),
+        ([REF.label, *[EngineError("nobody there")] * 3], "its server failed to answer 3 times in a row"),
         (
             [*[EngineError("busy")] * 2, REF.label, *[EngineError("gone")] * 3],
-            "its server did not answer 3 times in a row: gone",
+            "its server failed to answer 3 times in a row: gone",
         ),
     ],
     ids=["restarted", "silent", "silent for a moment, then for good"],
