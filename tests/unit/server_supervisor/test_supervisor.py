@@ -301,7 +301,7 @@ def test_a_load_under_way_says_nothing_about_health(tmp_path: Path, monkeypatch:
         server.label = label  # type: ignore[method-assign]
         await supervisor._watch_server(supervisor._server)  # type: ignore[arg-type]
 
-    with pytest.raises(EngineError, match="did not answer"):
+    with pytest.raises(EngineError, match="failed to answer"):
         keep(tmp_path, act, server)
     assert healthy[:3] == [True, True, True]
 
