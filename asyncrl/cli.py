@@ -39,13 +39,13 @@ COMMANDS = {
     "invite": ["[NAME]                 print a token for a worker or server to join an active run"],
     "worker": ["--join TOKEN           run as that worker or server until stopped"],
     "plan": [
-        "NAME | KEY=VALUE...     find the bottleneck; predict the effect of other slots, splits and bounds"
+        "NAME | KEY=VALUE...     find the bottleneck; predict the effect of changing slots, splits and bounds"
     ],
     "view": [
         "[NAME...]                serve a web page with curves, episodes token by token, and a timeline"
     ],
-    "replay": ["NAME --step N          repeat a recorded step, with the same or with other keys"],
-    "regrade": ["NAME --reward SPEC    score recorded episodes with another reward"],
+    "replay": ["NAME --step N          repeat a recorded step, with the same or different settings"],
+    "regrade": ["NAME --reward SPEC    score recorded episodes with a different reward"],
     "image": [
         "import FILE | list       import or list root file systems for sandboxes",
     ],

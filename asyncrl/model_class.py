@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 ModelRole = Literal["language model", "backbone", "classifier"]
-"""What a model is read for: to sample and train, to carry a value head, or to score."""
+"""Purpose for which a model is loaded: to sample and train, to carry a value head, or to score."""
 
 COMPOSITE_CLASSES = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 

@@ -29,7 +29,8 @@ from asyncrl.layer_kernels import kernel_binding
 
 CONVOLUTION = "causal_conv1d_fn"
 FUSED_MIXERS = ("mamba2_split_conv1d_scan_combined",)
-"""Kernels that compute a whole layer in one call. A layer that gets None from them makes the calls above."""
+"""Kernels that compute a whole layer in one call. If such a kernel returns None, the layer calls
+the convolution and the recurrence separately."""
 
 Argument = int | str  # a position or a name
 

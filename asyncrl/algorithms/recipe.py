@@ -265,8 +265,8 @@ def _group_refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "siblings, so the policy would learn nothing; use more episodes, or reinforce_pp, gae or remax": (
             advantage.siblings and buffer.episodes_per_group == 1
         ),
-        "kl.where reward changes the baseline from siblings, so all siblings must be in the batch; use "
-        "group_policy=complete and on_stale=mask or hold, or kl.where=loss": config.kl.where == "reward"
+        "kl.where reward changes the baseline that siblings provide, so all siblings must be in the batch; "
+        "use group_policy=complete and on_stale=mask or hold, or kl.where=loss": config.kl.where == "reward"
         and advantage.siblings
         and (partial or buffer.on_stale == "drop"),
         f"{name} reads the reward components, which algorithm.shaping and kl.where=reward do not "
@@ -341,7 +341,7 @@ def _unused_setting_refusals(config: RunConfig, recipe: Recipe) -> dict[str, boo
         "kl.prompt works only for episodes played turn by turn; remove rollout.agent or kl.prompt": bool(
             config.kl.prompt and (config.rollout.agent or recipe.loss.demonstrations)
         ),
-        "kl.prompt makes the teacher's rows longer, so ranks would split these rows at other "
+        "kl.prompt makes the teacher's rows longer, so ranks would split these rows at different "
         "positions; set trainer.sequence_parallel=1, or move the teacher to scorers.teacher": bool(
             config.kl.prompt
         )

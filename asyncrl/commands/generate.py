@@ -31,8 +31,8 @@ Sample answers and write them to a file, one row per prompt.
 All rows of the data are used, or only the first N with `samples=N`; with `episodes=K`, each row is answered
 K times. A row of the file has data_source, prompt (messages), ground_truth (text, or JSON), and lists with
 one entry per episode: responses (the text of the last turn), conversations (all messages, as JSON), rewards,
-stop_reasons, and tokens (the number that the model wrote). An episode that failed in every attempt has no
-response and no reward. After a crash, run the same command again to continue.
+stop_reasons, and tokens (the number of tokens that the model wrote). An episode that failed in every attempt
+has no response and no reward. After a crash, run the same command again to continue.
 OVERRIDES work as in asyncrl train; asyncrl eval --help explains MODEL."""
 
 OUT_PREFIX = "out="

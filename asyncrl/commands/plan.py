@@ -33,7 +33,7 @@ HELP = """\
 Find the bottleneck of a run, and predict the effect of other settings by simulation from its measurements.
 
   asyncrl plan demo                         a run, which may still be running
-  asyncrl plan demo rollout.slots=128       the same run with other keys
+  asyncrl plan demo rollout.slots=128       the same run with other settings
   asyncrl plan demo small                   engine speed from two runs with different loads
   asyncrl plan demo --devices 16            split 16 devices, or give all of them to each side in turn
   asyncrl plan demo --tail 2                long responses and slow tools twice as far from the median
@@ -395,7 +395,7 @@ def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested
         )
     assumed_note = (
         "\n(the two parts of a token's time are assumed, because the load hardly varied; name a second run "
-        "with\nother slots, or measure a probe)"
+        "with\na different number of slots, or run a probe)"
     )
     print(
         f"\nmeasured on {len(rates.recorded)} groups: a token takes {1e3 * rates.base:.3g} ms, plus "
@@ -414,7 +414,7 @@ def print_report(config: RunConfig, rates: Rates, rows: Sequence[Row], requested
         return
 
     split_text = " with that split" if chosen_split else ""
-    print_progress(f"trying other slots, batches and bounds{split_text}")
+    print_progress(f"trying other slot counts, batch sizes and bounds{split_text}")
     ranked_candidates = candidates(unshared_config, rates, devices, chosen_split)
     key_names = (key, "trainer.ranks", SLOTS_KEY, GROUPS_KEY, STALENESS_KEY)
 
@@ -451,10 +451,11 @@ def print_sharing(config: RunConfig, rates: Rates, devices: int) -> Keys | None:
     print_progress(f"comparing splits and shifts on up to {devices} devices")
     sampling_seconds, training_seconds = batch_seconds(work(1, 1))
     print(
-        "\napart (engines+ranks), or by shifts on the same devices; a batch takes "
+        "\nseparate devices (split: engines+ranks), or shifts on the same devices; a batch takes "
         f"{sampling_seconds:.3g} s on one engine and {training_seconds:.3g} s on one rank,\n"
-        f"and the two device changes take {rates.shift_s:.3g} s ({rates.shift_source}):\n"
-        f"devices   apart{FIGURES_HEADER} |    by shifts{FIGURES_HEADER} | elastic, at best"
+        f"and switching the devices to the trainer and back takes {rates.shift_s:.3g} s "
+        f"({rates.shift_source}):\n"
+        f"devices   split{FIGURES_HEADER} |   shifts{FIGURES_HEADER} | elastic, at best"
     )
 
     for device_count in [*(power for power in map((1).__lshift__, range(16)) if power < devices), devices]:

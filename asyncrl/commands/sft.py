@@ -23,7 +23,7 @@ Then start reinforcement learning from the trained model:
   asyncrl train model.path=runs/NAME/checkpoints/step-N/hf …
 
 Common keys (docs/reference/configuration.md lists all keys, docs/guides/models.md the row formats):
-  total_steps, data.epochs     batches to train; maximum passes over the data
+  total_steps, data.epochs     batches to train on; maximum passes over the data
   buffer.groups_per_batch      conversations per batch
   rollout.max_tokens           longer conversations are left out
   rollout.tools                tools shown in the prompts, if the rows have no `tools` column

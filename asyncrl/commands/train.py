@@ -29,11 +29,11 @@ Add to any of these:
 
 Common keys (docs/reference/configuration.md lists all keys with their bounds and meanings):
   name, run_dir, resume        location of the run; resume=auto continues from the last checkpoint
-  total_steps, seed            batches to train; seed for data order and sampling
-  model.path, data.train       a Hugging Face model directory or hub repository; data with verl's columns, or
-  data.columns                 others: 'data.columns={prompt: question, ground_truth: answer}'
+  total_steps, seed            batches to train on; seed for data order and sampling
+  model.path, data.train       a Hugging Face model directory or hub repository; data with verl's columns
+  data.columns                 for other column names: 'data.columns={prompt: question, ground_truth: answer}'
   rollout.tools, rollout.reward        names, module:function or file.py:function
-  buffer.max_staleness         maximum lag of every trained token; 0 is synchronous
+  buffer.max_staleness         maximum lag of every token trained on; 0 is synchronous
   trainer.lr, trainer.ranks, rollout.workers, rollout.slots
 """
 

@@ -26,7 +26,7 @@ from asyncrl.errors import ConfigError, MissingKeyError, UnknownKeysError, one_l
 MISSING_VALUE = "???"  # OmegaConf's mark of a mandatory value
 ROOT_REFERENCE = "${asyncrl_root:}"
 RUN_DIRECTORY_MARK = "\0run directory"
-"""Stands for the run's directory in texts of `values`, as only the composed configuration names it."""
+"""Placeholder for the run's directory in texts of `values`; only the composed configuration has the path."""
 MANY_NAMES_KEY = "rollout.reward"  # takes several names with options; keys of the same type take one
 HYDRA_FLAGS = {
     "config-path": "use --config-dir DIR for a directory with your own groups",

@@ -142,7 +142,7 @@ def check_request(request: Request, vocabulary: int, max_len: int) -> None:
 
 
 NOTHING = Generation((), (), (), StopReason.ABORT)
-"""The empty beginning of a turn."""
+"""The beginning of a turn that has no tokens yet."""
 
 
 def remaining_request(request: Request, sampled: Generation) -> Request:

@@ -352,7 +352,8 @@ def check_images(inputs: Inputs) -> Iterator[Note]:
     images_text = f"{len(list_images())} in {images_directory()}"
     if obstacle := detect_images():
         yield warning(
-            f"{images_text}; {obstacle}; images need namespaces and Linux 6.6 (this is {os.uname().release})"
+            f"{images_text}; {obstacle}; images need namespaces and Linux 6.6 or later (this is "
+            f"{os.uname().release})"
         )
     else:
         yield ok(f"{images_text}; sandboxes can use them")

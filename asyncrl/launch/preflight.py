@@ -144,7 +144,8 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
     if untaught_sources := sorted(source for source in data_sources if not config.reader(source)):
         raise ConfigError(
             f"scorers: no teacher lists the data source {untaught_sources[0]} in its sources, so turns from "
-            "this source would not be trained; add the source to a teacher, or add a teacher without sources"
+            "this source would not be trained on; add the source to a teacher, or add a teacher without "
+            "sources"
         )
 
     held_out_text = f", {len(run_data.test)} held out" if run_data.test is not None else ""
@@ -166,7 +167,7 @@ def check_tasks(inputs: Inputs) -> Iterator[Note]:
             check_image(task.image, task.user)
     if tried_tasks:
         yield ok(
-            f"sandboxes start from the images tried ({len(tried_tasks)} of {len(inputs.image_tasks)}); all "
+            f"sandboxes start from the tested images ({len(tried_tasks)} of {len(inputs.image_tasks)}); all "
             "images are present"
         )
 
@@ -249,7 +250,7 @@ def describe_chat(inputs: Inputs) -> Iterator[Note]:
 
     if prompt_ids := inputs.first_prompt:
         count_text = (
-            f"the first prompt has {len(prompt_ids)} of at most {inputs.config.rollout.max_tokens} tokens"
+            f"the first prompt has {len(prompt_ids)} tokens (maximum: {inputs.config.rollout.max_tokens})"
         )
         yield ok(f"{count_text}:\n{rules.chat.decode(prompt_ids)}")
 
@@ -285,10 +286,10 @@ async def try_sample(parts: EpisodeParts, sample: Sample) -> list[Note]:
 
     if task_of(sample):  # Rewards of tasks judge changed files, not answers
         answers = []
-        notes.append(ok("the reward is not tried here; asyncrl tasks check runs the tasks' tests"))
+        notes.append(ok("the reward is not tested here; asyncrl tasks check runs the tasks' tests"))
     elif any(text.startswith(SCORER_PREFIX) for text in texts(parts.config.rollout.reward)):
         answers = []
-        notes.append(ok("rewards are not tried, because their scorer is not running"))
+        notes.append(ok("rewards are not tested, because their scorer is not running"))
 
     try:
         tools_result = None
@@ -601,7 +602,7 @@ def describe_packing(inputs: Inputs) -> Iterator[Note]:
         return
 
     if padded_problem := finding.problems["padded"]:
-        yield warning(f"{architecture} depends on which rows are trained together: it {padded_problem}")
+        yield warning(f"{architecture} depends on which rows are batched together: it {padded_problem}")
     problem = finding.problems[wanted_packing] if wanted_packing != "padded" else ""
     if config.trainer.sequence_parallel > 1:
         problem = problem or finding.problems["shared"]

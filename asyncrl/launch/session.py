@@ -249,7 +249,7 @@ class Session:
             return process_outcome
         if self._coordinator_stops and process_outcome.code == COMPLETED:
             self._console.print_note(
-                f"the stop took {duration_text(time.monotonic() - self._stop_began_at)}; "
+                f"stopping took {duration_text(time.monotonic() - self._stop_began_at)}; "
                 f"{self._resume_advice}"
             )
         return self._decided_outcome

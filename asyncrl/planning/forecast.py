@@ -148,7 +148,7 @@ def fit(
     if len(rows) < MIN_ROWS or not recorded:
         raise ConfigError(
             f"not enough data for planning, which needs {MIN_ROWS} committed steps and groups with stored "
-            "turns (store.keep_bytes); let the run continue, or measure a probe"
+            "turns (store.keep_bytes); let the run continue, or run a probe"
         )
 
     rows = steady_steps(rows)
@@ -264,7 +264,9 @@ def predict(config: RunConfig, rates: Rates, steps: int = 0, seeds: Sequence[int
 def simulate(work: Workload, steps: int = 0, seeds: Sequence[int] = (0,)) -> Forecast:
     """Predict a workload, as `predict` does."""
     steps = steps or min(MAX_STEPS, max(MIN_STEPS, MAX_EPISODES // work.buffer.batch_size))
-    with ConfigError.instead_of(ValueError, text="cannot predict a step of this configuration"):
+    with ConfigError.instead_of(
+        ValueError, text="cannot predict the duration of a step with this configuration"
+    ):
         simulated_steps = [step for seed in seeds for step in steady_steps(Simulation(work, seed).run(steps))]
 
     names = ("seconds", "train", "rollout", "awake", "lag", "masked", "tokens")

@@ -234,7 +234,7 @@ class ServerSupervisor:
                 self._healthy = False
                 if unanswered >= MAX_UNANSWERED:
                     raise EngineError(
-                        f"{self.name}: its server did not answer {unanswered} times in a row: {error}"
+                        f"{self.name}: its server failed to answer {unanswered} times in a row: {error}"
                     ) from error
 
     async def _load_versions(self, versions: ServerVersions) -> NoReturn:
@@ -262,7 +262,7 @@ class ServerSupervisor:
                 case Welcome():
                     self._contact.welcomed = True
                 case Prefetch() | LoadWeights() | Sleep():
-                    assert self._versions is not None, "a scorer is sent no versions"
+                    assert self._versions is not None, "scorers receive no versions"
                     self._versions.take_message(message)
                 case Stop():
                     self._end_run(message.reason)

@@ -110,8 +110,8 @@ class ForestAttention(StateLayout):
 
 
 NodePiece = tuple[np.ndarray, int]
-"""Successive tokens of a node: the indices of the keys that they may see, and how many of these, the last
-ones, are queries."""
+"""Consecutive tokens of a node: the indices of the keys that these tokens may attend to, and the number of
+queries, which are the last of these keys."""
 
 
 class NodeBatch(NamedTuple):

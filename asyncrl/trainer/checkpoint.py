@@ -253,7 +253,7 @@ class StepFiles(FileSystemBase):
         return False  # a checkpoint is written to an empty directory
 
     def rm_file(self, path: PathName) -> None:
-        raise AssertionError("nothing is there to be removed")
+        raise AssertionError("there is nothing to remove")
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathName) -> bool:

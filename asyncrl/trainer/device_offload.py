@@ -94,8 +94,8 @@ class DeviceOffload:
         ]
         storage_sizes = [storage.nbytes() for storage in moved_storages]
         error_text = (
-            f"engine.colocated: a trainer rank's {sum(storage_sizes) / 1e9:.2f} GB do not fit into main "
-            "memory"
+            f"engine.colocated: a trainer rank's state ({sum(storage_sizes) / 1e9:.2f} GB) does not fit into "
+            "main memory"
         )
         advice = "free some main memory, set model.lora_rank, or set engine.colocated=0"
         with ConfigError.instead_of(MemoryError, RuntimeError, text=error_text, advice=advice):

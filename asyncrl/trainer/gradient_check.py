@@ -135,7 +135,8 @@ class LayerCall(NamedTuple):
 
 
 LayerCalls = dict[tuple[str, int], LayerCall]
-"""The calls of a forward, in the order in which they end, by the layer's name and the number of its call."""
+"""The layer calls in a forward pass, in the order in which the calls return, by the layer's name and the
+number of the call."""
 
 
 def named_layers(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -31,7 +31,7 @@ def packing_for(
         known_problems = shared_architecture_problems(language_model.config, world)
         if known_problems and known_problems["padded"]:
             logger.warning(
-                "%s depends on which rows are trained together: it %s", model_class, known_problems["padded"]
+                "%s depends on which rows are batched together: it %s", model_class, known_problems["padded"]
             )
 
         if wanted_packing == "padded":

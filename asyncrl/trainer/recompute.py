@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from asyncrl.config import TrainerConfig
 
 COMPILED_FUNCTION: Any = getattr(wrap, "inductor_compiled_code", None)
-"""The operator that calls a function compiled with VISIBLE; None where torch has none."""
+"""The operator that calls a function compiled with VISIBLE_OPTION; None if torch lacks this operator."""
 
 VISIBLE_OPTION = "wrap_inductor_compiled_regions"
 """The option of torch.compile that shows a compiled function to dispatch modes, as one operator."""

@@ -385,7 +385,7 @@ class _Meeting:
 
     @property
     def store(self) -> Store:
-        assert self._store is not None, "the ranks have not met"
+        assert self._store is not None, "the ranks have not connected"
         return self._store
 
     def waits(self) -> Iterator[str]:

@@ -178,7 +178,7 @@ class EngineConnection:
                 deadline = time.monotonic() + min(self._sender.seconds, request.seconds)  # NaN never wins
                 self._push_in_turn(request, deadline)
         except EOFError:
-            log.debug("%s needs no more weights from here", self._engine)
+            log.debug("%s no longer needs weights from this sender", self._engine)
         except Exception as error:  # an error of the supervisor or the network: other pushes go on
             log.warning("push to %s failed: %s", self._engine, one_line(error))
             self._send_refusal(one_line(error), isinstance(error, Postponed))

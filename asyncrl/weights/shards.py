@@ -158,7 +158,7 @@ class HostShards:
             try:
                 self._send_ask(Ask(), max(0.001, deadline - time.monotonic()))
             except RuntimeError as error:
-                log.info("a rank was gone before its thread was stopped: %s", error)
+                log.info("a rank exited before its thread was stopped: %s", error)
             finally:
                 self._collect_lock.release()
 
@@ -214,7 +214,7 @@ class HostShards:
                     return
                 self._answer_ask(collector, ask)
         except Exception as error:  # one rank cannot go on: the supervisor restarts all
-            log.exception("rank %d delivers no more weights: %s", self.rank, error)
+            log.exception("rank %d no longer delivers weights: %s", self.rank, error)
 
     def _answer_ask(self, collector: int, ask: Ask) -> None:
         with ExitStack() as copy_locks:

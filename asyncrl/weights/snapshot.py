@@ -142,7 +142,7 @@ class Buffers:
             target.copy_(tensor.reshape(-1), non_blocking=True)
             start += size
 
-        assert start == self._size, "the tensors are not those that the buffers were made for"
+        assert start == self._size, "the tensors do not have the size of the buffers"
         if self._page_locked:
             # Copies from a GPU are only enqueued, in front of the next change of the weights on the stream.
             # This has not been run, for lack of a GPU.

@@ -384,7 +384,7 @@ def test_a_directory_whose_name_is_no_text_is_refused_in_one_line(
     config = parse({"name": "x", "model": {"path": "m"}, "data": {"train": "t"}, "run_dir": str(tmp_path)})
     check_paths_are_text(config)
     monkeypatch.chdir(odd)
-    with pytest.raises(ConfigError, match=r"\\udcff' is not UTF-8 text; work in another"):
+    with pytest.raises(ConfigError, match=r"\\udcff' is not valid UTF-8; work in another"):
         check_paths_are_text(config)
     assert cli.main(["train", "experiment=calculator", f"run_dir={odd}"]) == 2
     error = capsys.readouterr().err

@@ -34,17 +34,17 @@ T = TypeVar("T")
 PauseMode = Literal["abort", "retract", "in_place"]
 
 GET_SECONDS = 10.0
-"""Deadline of a question that the server answers without its scheduler."""
+"""Deadline for a request that the server answers without its scheduler."""
 LOAD_SECONDS = 2.0
-"""Deadline of a question whose answer is not necessary."""
+"""Deadline for a request whose answer is optional."""
 CLEANUP_SECONDS = 5.0
-"""Deadline for ending a session at a server that may be stuck."""
+"""Deadline for closing a session on a server that may be stuck."""
 ADMIN_SECONDS = 60.0
-"""Deadline of a command to the scheduler, unless the call says otherwise."""
+"""Deadline for a command to the scheduler, unless the call sets another deadline."""
 UPDATED_MODEL = "target"
-"""The model of a server that takes broadcast weights: not the draft of speculative decoding."""
+"""Model on a server that receives broadcast weights, not the draft model for speculative decoding."""
 INVALID_LABEL = "broken"
-"""The label of weights that no run gave the server."""
+"""Label of weights that the server did not receive from any run."""
 
 
 class ServerInfo(msgspec.Struct, frozen=True):

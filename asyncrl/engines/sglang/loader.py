@@ -155,7 +155,9 @@ class ServerLoader:
 
                     server_label = await self.api.weight_label()
                     if server_label != ref.label:
-                        raise WeightsError(f"after the load, the server reports weights {server_label!r}")
+                        raise WeightsError(
+                            f"after loading, the server reports that it holds weights {server_label!r}"
+                        )
         except (AsyncrlError, TimeoutError) as error:
             failure: Exception = error
             if isinstance(error, TimeoutError):

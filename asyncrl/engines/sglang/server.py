@@ -42,7 +42,8 @@ FUSED_KINDS = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-"""Kinds of layers that a server computes as one layer: with one of them it takes adapters of all."""
+"""Kinds of layers that a server fuses into one layer. A server that accepts adapters for one of these kinds
+accepts adapters for all kinds in the fused layer."""
 
 
 def vocabulary_size_of(path: str) -> int:

@@ -32,23 +32,24 @@ from asyncrl.types import NO_VERSION
 log = logging.getLogger("asyncrl.server_supervisor")
 
 TESTED_VERSION = "0.5.23"
-"""The version that the tests run with: taken as it is."""
+"""SGLang version that the tests use; a server with this version needs no further check."""
 PROMPT_IDS = tuple(range(10, 26))
-"""A short text, of ids that each vocabulary has."""
+"""Short prompt of token IDs that exist in every vocabulary."""
 SAMPLED_TOKENS = 48
-"""Tokens of the request that is sampled across a pause."""
+"""Number of tokens in the request that is sampled across a pause."""
 STEP_SECONDS = 300.0
-"""Deadline of each step of `check_behaviour`: a server may compile kernels for its first requests."""
+"""Deadline for each step of `check_behaviour`; a server may compile kernels for its first requests."""
 FLUSH_SECONDS = 2.0
-"""Time for aborted requests to leave."""
+"""Time limit for aborted requests to leave the server."""
 MAX_LOGPROB_GAP = 1.0
-"""Nats by which sampled and scored log-probs of a token may differ; in bfloat16 they differ by tenths."""
+"""Maximum difference, in nats, between the sampled and the scored log-prob of a token; in bfloat16, the
+difference can be a few tenths."""
 
 PASSING_ERRORS = (ServerGone, EngineBusy)
-"""Errors that say nothing about the version: the server's supervisor tries again."""
+"""Errors that do not depend on the version, after which the server's supervisor tries again."""
 
 BodyFields = dict[str, tuple[str, ...]]
-"""Fields of JSON bodies, by the path of their route."""
+"""Fields of JSON request bodies, by the path of the route."""
 SCORE_ROUTES: BodyFields = {
     "/ready": (),
     "/server_info": (),

@@ -153,7 +153,7 @@ def test_devices_are_split_or_shared(
     )
     assert cli.main(["plan", run_dir, "--devices", "2", "--shift", "9"]) == 0
     text = capsys.readouterr().out
-    assert "two device changes take 9 s (set by --shift)" in text
+    assert "switching the devices to the trainer and back takes 9 s (set by --shift)" in text
     assert "use rollout.workers=1 trainer.ranks=1: " in text and "because shifts leave more idle" in text
     assert [line.split()[0] for line in text.splitlines() if line.count("|") == 2] == ["devices", "1", "2"]
     assert cli.main(["plan", run_dir, "engine.colocated=1"]) == 0, "one device, which cannot be split"

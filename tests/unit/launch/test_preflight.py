@@ -160,7 +160,7 @@ def test_a_sample_goes_through_each_tool_and_the_reward(given: Given) -> None:
     assert unknown == [nothing], "without a ground truth there is one answer"
     task = msgspec.structs.replace(sample, extra_info_json='{"task": {"name": "t", "image": "debian"}}')
     (judged,) = asyncio.run(preflight.try_sample(without, task))
-    assert judged == ok("the reward is not tried here; asyncrl tasks check runs the tasks' tests"), (
+    assert judged == ok("the reward is not tested here; asyncrl tasks check runs the tasks' tests"), (
         "no answer is judged"
     )
     call = '{"city":"1","days":1,"kind":"rain"}'

@@ -249,7 +249,7 @@ def test_a_stop_says_how_long_it_may_take_and_what_goes_on(
 
     assert play.run(part) == RunOutcome(130)
     first, last = [text for kind, text in play.shown[2:] if kind == "note"]
-    assert first.startswith(said) and last.startswith(f"the stop took 0 s; {then}")
+    assert first.startswith(said) and last.startswith(f"stopping took 0 s; {then}")
     assert trains or "checkpoint" not in first + last
     play.hub.close()
 

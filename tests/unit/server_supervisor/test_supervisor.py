@@ -282,10 +282,10 @@ def test_each_look_at_the_servers_memory_is_reported_once(
     ("labels", "complaint"),
     [
         ([REF.label, "default"], "holds 'default' instead of 'e1-v1'"),
-        ([REF.label, *[EngineError("nobody there")] * 3], "its server did not answer 3 times in a row"),
+        ([REF.label, *[EngineError("nobody there")] * 3], "its server failed to answer 3 times in a row"),
         (
             [*[EngineError("busy")] * 2, REF.label, *[EngineError("gone")] * 3],
-            "its server did not answer 3 times in a row: gone",
+            "its server failed to answer 3 times in a row: gone",
         ),
     ],
     ids=["restarted", "silent", "silent for a moment, then for good"],
@@ -321,7 +321,7 @@ def test_a_load_under_way_says_nothing_about_health(tmp_path: Path, monkeypatch:
         server.label = label  # type: ignore[method-assign]
         await supervisor._watch_server(supervisor._server)  # type: ignore[arg-type]
 
-    with pytest.raises(EngineError, match="did not answer"):
+    with pytest.raises(EngineError, match="failed to answer"):
         keep(tmp_path, act, server)
     assert healthy[:3] == [True, True, True]
 
