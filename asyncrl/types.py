@@ -409,7 +409,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
         if it can."""
         list_lengths = [len(self.turn_rewards), len(self.agents), len(self.turn_tokens)]
         if any(length not in (0, turns) for length in list_lengths):
-            return f"the lists per turn have {list_lengths} entries, but the episode has {turns} turns"
+            return f"the per-turn lists have {list_lengths} entries, but the episode has {turns} turns"
         if not all(0 <= count <= tokens for count in (self.tokens, *self.turn_tokens)):
             counts = f"the result has {self.tokens} model tokens ({list(self.turn_tokens)} by turn)"
             return f"{counts}, but at most {tokens} tokens are possible"

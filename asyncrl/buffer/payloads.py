@@ -104,7 +104,8 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
         )
         if not sizes_match or byte_counts[1] > MAX_TOP_TOKENS * logprob_bytes:
             raise ProtocolError(
-                f"{subject}: scores of {byte_counts} bytes do not fit a turn of {len(generation.ids)} tokens"
+                f"{subject}: the sizes of the scores, {byte_counts} bytes, do not match a turn with "
+                f"{len(generation.ids)} tokens"
             )
         if (lowest_id := np.frombuffer(scores.ids, "<i4").min(initial=0)) < 0:
             raise ProtocolError(f"{subject}: the scores contain {lowest_id}, which is not a valid token ID")

@@ -122,7 +122,7 @@ class Branches:
         for row_number, row in reversed(trained_rows):
             if conversations[row_number] == main_conversation:
                 return row.messages
-        raise AssertionError("no turn is trained")
+        raise AssertionError("no turn is trained on")
 
     @property
     def calls(self) -> int:

@@ -270,7 +270,7 @@ class Chat:
 
         if history != "append" and not self._probe.shows_calls():
             warnings.append(
-                "the chat template does not show tool calls, so a new row lacks the earlier calls"
+                "the chat template does not render tool calls, so a new row lacks the earlier calls"
             )
 
         return warnings

@@ -33,7 +33,7 @@ class AgentRequest(msgspec.Struct, frozen=True):
 
 
 IsUntrained = Callable[[AgentRequest], bool]
-"""Returns True for a side request, whose turn is not trained."""
+"""Returns True for a side request, whose turn is not trained on."""
 
 
 class Placement(msgspec.Struct, frozen=True):

@@ -47,7 +47,7 @@ def recover_commits(state: RunState, step: int, now: float) -> None:
     expected = manifests[-1].trained_total
     if trained_now != expected:
         raise ProtocolError(
-            f"{refusal} (expected {expected} trained trajectories, found {trained_now}); {ADVICE}"
+            f"{refusal} (expected {expected} trajectories used for training, found {trained_now}); {ADVICE}"
         )
 
     ledger.batches.skip_to(step)

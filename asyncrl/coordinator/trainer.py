@@ -328,7 +328,7 @@ class TrainerHandler:
             if self._spike_count > MAX_SPIKES:
                 remedy = f" ({MAX_SPIKES} other batches have already been skipped at this step)"
             raise ProtocolError(
-                f"{message.detail}; the step was not trained, and resume=auto repeats its plan from the "
+                f"{message.detail}; the step was not applied, and resume=auto repeats its plan from the "
                 f"newest checkpoint; before that, set a smaller trainer.lr or another loss{remedy}"
             )
 

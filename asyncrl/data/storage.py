@@ -115,7 +115,7 @@ def check_same_data(samples: Samples, recorded_fingerprint: str, filtered_by: st
     fingerprint equals `recorded_fingerprint`, or that is empty (a new run). `filtered_by`: changed settings
     that filter other prompts."""
     if recorded_fingerprint not in ("", samples.fingerprint):
-        advice = "; restore the data (and the images of tasks)"
+        advice = "; restore the data (and the task images)"
         if filtered_by:
             advice = f" (data.filter_overlong depends on {filtered_by}); restore the earlier value"
 

@@ -19,7 +19,7 @@ MAX_CHANGES_BYTES = 700_000  # as base64 text with an agent's result, these fit 
 RESULT_SECONDS = 20.0  # limit for collecting the changes, on a busy machine
 UNREACHED_COUNTERS = ("OutNoRoutes", "NoPorts")  # packets without a route, or without a receiver
 DEFAULT_LIMITS = SandboxLimits(memory=0, processes=256, open_files=4096, file=1024, disk=1024, resident=2048)
-"""The sizes of an agent's sandbox where neither the user nor the task sets others."""
+"""The sizes of an agent's sandbox if neither the user nor the task sets them."""
 IGNORED_NAMES = (".git", "__pycache__", "*.pyc", ".pytest_cache", "/sandbox", "/tmp")
 
 

@@ -74,7 +74,7 @@ class SimulatedUser(Environment):
         scenario = sample.extra_info.get("user")
         if not isinstance(scenario, str) or not scenario:
             raise ValueError(
-                f"row {sample.row}: extra_info.user must be a text that describes the user and a goal"
+                f"row {sample.row}: extra_info.user must be text that describes the user and a goal"
             )
 
         instructions = USER_INSTRUCTIONS.replace("{stop}", self._stop_text).replace("{scenario}", scenario)

@@ -25,7 +25,7 @@ from asyncrl.types import EpisodeEnd, Message, ToolCall, Turn
 T = TypeVar("T")
 
 MODEL = "policy"
-PICTURE_NOTE = "[a picture was here: this model reads text only]"
+PICTURE_NOTE = "[an image was here; this model reads only text]"
 IGNORED_FIELDS = (
     "temperature",
     "top_p",

@@ -52,7 +52,7 @@ SPARE_SECONDS = RESULT_SECONDS + 5.0  # seconds at the end of an episode, to col
 VERSION_SECONDS = 60.0  # for a program to print the version, on a busy machine and from a cold disk
 VERSION_NUMBER = re.compile(r"\d+\.\d+([\w.+-]*\w)?")
 UNWRITABLE_CHARACTERS = re.compile("[\0\ud800-\udfff]")  # no environment variable can contain these
-# By sandbox, variables that name directories with the user's logins, or directories that a jail lacks.
+# By sandbox, variables that name directories with the user's credentials, or directories that a jail lacks.
 WITHHELD_VARIABLES = {
     "none": re.compile("XDG_.*|HOME|TMPDIR|HF_HOME|HF_HUB_CACHE|TORCH_HOME"),
     "jail": re.compile("XDG_.*|HOME|TMPDIR|HF_.*|TORCH_HOME|SSL_CERT_.*|REQUESTS_CA_BUNDLE"),
@@ -97,7 +97,7 @@ COMMAND = Harness(
 
 class Command:
     """Runs `line` and `arguments`, a command (without a shell), in a separate workspace for each episode,
-    with a copy of the tree `files`; files with logins are refused unless `allow` names the files.
+    with a copy of the tree `files`; files with credentials are refused unless `allow` names the files.
     `home_files`: texts with placeholders that are written into HOME first, by path. A first word `python` is
     the run's interpreter, with the run's packages; `program` is the path of another program for the first
     word. The program gets the entries of the sample's `extra_info` (which may hold the answer) that the

@@ -439,7 +439,7 @@ class Gateway:
                 task.add_done_callback(finish)
 
     async def _read_body(self, request: web.Request, running_episode: _RunningEpisode) -> bytes:
-        """Read a request's body, and wait until the body may be decoded. ApiError when the body does not
+        """Read a request body, and wait until the body may be decoded. ApiError when the body does not
         arrive, is compressed (a few bytes could become gigabytes) or too large, or the episode ends
         meanwhile. Slow bodies delay only requests of the same episode."""
         codings = ", ".join(request.headers.getall("Content-Encoding", ())).strip()
@@ -457,10 +457,10 @@ class Gateway:
             ):
                 body = await request.read()
         except TimeoutError as error:
-            arrival_problem = f"the request's body did not arrive within {READ_SECONDS:g} s; send it again"
+            arrival_problem = f"the request body did not arrive within {READ_SECONDS:g} s; send it again"
             raise ApiError(408, arrival_problem) from error
         except web.RequestPayloadError as error:
-            body_problem = "the request's body contains invalid chunks, or does not have the announced length"
+            body_problem = "the request body contains invalid chunks, or does not have the announced length"
             raise ApiError(400, body_problem) from error
 
         await self._connections.loop_times.until_released(running_episode)

@@ -58,7 +58,7 @@ CREDENTIAL_NAMES = (
     *("auth.json", ".credentials.json", "*token", "*tokens", "*token.*", "*tokens.*"),
     *("id_rsa*", "id_ed25519*", "*.pem"),
 )
-"""Patterns for names of files and directories that may contain logins."""
+"""Patterns for names of files and directories that may contain credentials."""
 MAX_ERROR_BYTES = 1 << 16  # bytes of stderr that are kept
 FAST_READS = 256  # reads of an output, each at most 64 KiB; after that a pause follows each read
 PAUSE_SECONDS = 0.01  # after each further read
@@ -355,7 +355,7 @@ def _workspaces_directory() -> str:
 
 def check_tree(files: str, allow: Sequence[str]) -> None:
     """Check a tree of files. ConfigError if `files` is no directory, or contains files whose names suggest
-    logins and that no path or glob of `allow` names."""
+    credentials and that no path or glob of `allow` names."""
     if not Path(files).is_dir():
         raise ConfigError(f"files {files!r}: no such directory")
 
@@ -363,13 +363,13 @@ def check_tree(files: str, allow: Sequence[str]) -> None:
     for top, directories, file_names in os.walk(files):
         for name in (*directories, *file_names):
             path = os.path.relpath(os.path.join(top, name), files)
-            may_hold_login = any(fnmatchcase(name.lower(), pattern) for pattern in CREDENTIAL_NAMES)
-            if may_hold_login and not any(fnmatchcase(path, glob) for glob in allow):
+            may_hold_credentials = any(fnmatchcase(name.lower(), pattern) for pattern in CREDENTIAL_NAMES)
+            if may_hold_credentials and not any(fnmatchcase(path, glob) for glob in allow):
                 credential_paths.append(path)
 
     if credential_paths:
         credential_paths.sort()
         raise ConfigError(
             f"files {files!r}: the model could read {', '.join(credential_paths)}, which may contain "
-            f"logins; remove them, or set allow: {credential_paths[0]}"
+            f"credentials; remove them, or set allow: {credential_paths[0]}"
         )

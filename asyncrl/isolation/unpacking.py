@@ -48,7 +48,7 @@ class Bounds(msgspec.Struct, frozen=True):
 
     mib: Annotated[int, Meta(description="MiB of files in all layers")] = 16_384
     files: Annotated[int, Meta(description="files and directories in all layers")] = 500_000
-    seconds: Annotated[int, Meta(description="seconds of unpacking")] = 1_800
+    seconds: Annotated[int, Meta(description="seconds for unpacking")] = 1_800
 
 
 class Order(msgspec.Struct, frozen=True):

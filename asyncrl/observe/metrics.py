@@ -62,7 +62,7 @@ CHARTS: dict[str, dict[str, Sequence[str]]] = {  # group → title → metrics; 
         "Held-out score": (SAMPLED_SCORE, GREEDY_SCORE),
         "Reward components": (COMPONENT,),
         "Held-out components": (COMPONENT_HELD_OUT,),
-        "Reward of trained episodes": ("critic/score/mean",),
+        "Reward of the episodes trained on": ("critic/score/mean",),
         "Episodes or groups with nothing to learn from, share": (ZERO_ADVANTAGE, FILTERED),
         "Entropy, nats per token": (ENTROPY,),
         "Policy loss": ("actor/pg_loss",),

@@ -270,7 +270,7 @@ class RemoteModel:
     temperature: float = 0.0
     max_tokens: int = 1024
     direct: bool = False
-    """Use no proxy, for a server of the run."""
+    """Bypass the proxy, because the server belongs to the run."""
 
     def __post_init__(self) -> None:
         check_url(self.url, direct=self.direct)

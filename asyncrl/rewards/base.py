@@ -70,8 +70,8 @@ if an agent program or a tool returned a result, `agent_result`.
 
 A returned dict may contain `score`, `turns` (a number for each turn, in addition to the score, which counts
 for the last turn) and `components` (parts by name). Without `components`, the other numbers in the dict are
-the components; texts go to transcripts. `{agent: number}`, alone or as `score`, is the reward of each agent
-in the episode."""
+the components; strings go to the transcripts. `{agent: number}`, alone or as `score`, is the reward of each
+agent in the episode."""
 
 rewards: Registry[RewardFunction] = Registry("reward")
 

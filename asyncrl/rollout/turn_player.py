@@ -188,7 +188,7 @@ class TurnPlayer:
             await self._tools.open()
             if self._tools.opening_text != episode.opened.opening_text:
                 raise ProtocolError(
-                    "the reset of a tool's object returned a different text when repeated"
+                    "the reset of a tool's object returned different text when replayed"
                 ) from None
             await self._repeat_turns(episode)
 
@@ -204,11 +204,11 @@ class TurnPlayer:
 
             assert self._environment is not None
             if self._environment.environment.replay == "no":
-                raise ProtocolError("the environment cannot be repeated, so the episode starts again")
+                raise ProtocolError("the environment cannot be replayed, so the episode starts again")
             message = turn_message(self._rules, turn, parsed)
             repeated = await self._step_environment(turn.index + 1, message)
             if machine.shorten_observation(self._rules, repeated).messages != turn.observation.messages:
-                raise ProtocolError("the environment answered differently when repeated")
+                raise ProtocolError("the environment answered differently when replayed")
 
     def _name_turns(self, turns: Sequence[Turn]) -> None:
         """Name new turns, and the last turn again: more replies may have arrived."""

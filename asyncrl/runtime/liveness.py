@@ -76,7 +76,7 @@ class Liveness:
             return f"no sign of life for {limit}"
         if now - self.progress_at > self._progress_limit:
             limit = f"{self._progress_limit:g} s (the sum of an episode's deadlines)"
-            return f"no episode has finished and nothing has been trained for {limit}"
+            return f"no episode has finished and the trainer has made no progress for {limit}"
         return ""
 
 

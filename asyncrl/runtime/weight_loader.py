@@ -143,7 +143,7 @@ class WeightLoader:
                 await self.changed.wait()
 
             self._last_loaded = None
-            with EngineError.instead_of(TimeoutError, text="the engine did not fall asleep in time"):
+            with EngineError.instead_of(TimeoutError, text="the engine did not go to sleep in time"):
                 async with asyncio.timeout(self._deadline):
                     await give_up()
         finally:

@@ -189,7 +189,7 @@ def restore_newest(run_dir: Path) -> list[str]:
         f"{database_path}: restored from {good_copy} ({_progress_of(run_dir)}); the damaged files are in "
         f"{damaged_directory}",
         "lost: everything written after that copy; the readable part of the damaged database has "
-        f"{damaged_progress}. Steps after the newest checkpoint are trained again, and episodes issued "
+        f"{damaged_progress}. Steps after the newest checkpoint are repeated, and episodes issued "
         "since then are sampled again",
         f"lost: the records of finished episodes that were counted but not copied ({pruned_episodes:,})",
         f"lost: payloads of needed episodes: {' '.join(_unreadable_episodes(run_dir)) or 'none'}",

@@ -76,7 +76,7 @@ class Tool:
     timeout: float | None = None
     """Time limit in seconds; None means the caller's default."""
     retries: int = 0
-    """Maximum number of retries for a call that raised an error, with growing pauses, within the deadline."""
+    """Maximum number of times that a failed call is retried, with increasing delays, before the deadline."""
     concurrency: int | None = None
     """Maximum number of calls to this tool that one worker runs at once; None means no limit."""
     rate: float | None = None
@@ -94,7 +94,7 @@ class Tool:
     """With `process`: environment variables for the process, in addition to the usual variables
     (isolation/child.py)."""
     remake: Callable[..., Tool] | None = None
-    """The factory that created the tool, for samples that bring constructor arguments."""
+    """The factory that created the tool, for samples that supply constructor arguments."""
     begin: Callable[[], Awaitable[None]] | None = None
     """Awaited before every episode with the tool: prepares shared resources outside the deadline for
     calls, and returns at once if the resources are ready."""

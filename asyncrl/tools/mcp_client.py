@@ -121,7 +121,7 @@ class McpConnection:
         client = await asyncio.shield(self._client)  # cancelling this wait does not cancel the handshake
 
         if self.is_over:
-            end_text = self._describe_end("the connection ended before the call")
+            end_text = self._describe_end("the connection was closed before the call")
             raise McpServerLost(f"the connection to the MCP server was lost: {end_text}")
 
         try:
@@ -262,7 +262,7 @@ class SharedConnection:
         connection = self._current_connection
         if connection is None or connection.is_over:
             if connection is not None:
-                connection.end_connection("the connection ended")
+                connection.end_connection("the connection was closed")
                 self._failed_connections += 1
             pause = RECONNECT_PAUSES[min(self._failed_connections, len(RECONNECT_PAUSES) - 1)]
             connection = self._current_connection = McpConnection(self._server, pause)

@@ -72,7 +72,7 @@ class Workspace:
         await self._run_setup()
 
     async def python(self, code: str) -> str:
-        """Run Python code; shows what it prints, and the value of a last expression. Variables are kept.
+        """Run Python code; shows what it prints, and the value of a final expression. Variables are kept.
 
         Args:
             code: The code to run.
@@ -170,14 +170,14 @@ _register_tools("workspace", 1, Workspace.python, Workspace.shell)
 
 def reply_text(result: RunResult, seconds: float, status: str = "") -> str:
     """Return the reply for the model: the output, and the ending of a run that did not succeed."""
-    signal_note = f" by signal {-result.status}" if result.status < 0 else ""
+    exit_text = f"was killed by signal {-result.status}" if result.status < 0 else "exited"
     ending_notes = {
         RunEnding.LATE: f"[stopped after {seconds:g} s]",
-        RunEnding.DIED: f"[the interpreter ended{signal_note}]",
+        RunEnding.DIED: f"[the interpreter {exit_text}]",
     }
     reply_parts = [result.output.rstrip("\n"), ending_notes.get(result.ending, ""), status]
 
     if result.lost:
         lost_things = "variables and files" if result.emptied else "variables"
-        reply_parts.append(f"[the {lost_things} of earlier calls are lost]")
+        reply_parts.append(f"[the {lost_things} from earlier calls are lost]")
     return "\n".join(part for part in reply_parts if part) or "[no output]"

@@ -38,7 +38,7 @@ from asyncrl.values import checked_result, finite_number
 
 log = logging.getLogger("asyncrl.tools")
 
-RESTORED_NOTE = "\n[files are kept; variables and background processes of earlier calls are lost]"
+RESTORED_NOTE = "\n[files are kept; variables and background processes from earlier calls are lost]"
 """Text that ends the first reply from each object after `restore`."""
 BEGIN_SECONDS = 90.0  # for shared resources of tools to be ready; a process has 60 s to start
 CLOSE_SECONDS = 5.0  # a session is closed after so long, whatever the tools do
@@ -355,11 +355,11 @@ class ToolSession:
             if tool.state and self._objects[id(tool.state)].restored_turn >= turn:
                 continue
             if tool.replay == "no":
-                raise ProtocolError(f"tool {tool.name} cannot be repeated, so the episode starts again")
+                raise ProtocolError(f"tool {tool.name} cannot be replayed, so the episode starts again")
 
             repeated = await self.call(reply.call)
             if reply.content not in (shorten(repeated.content), shorten(repeated.content + RESTORED_NOTE)):
-                raise ProtocolError(f"tool {tool.name} gave a different reply when repeated")
+                raise ProtocolError(f"tool {tool.name} gave a different reply when replayed")
 
     async def result(self) -> dict[str, Any] | None:
         """Return the objects' results for the reward, merged into one dict; None without any result.

@@ -39,7 +39,7 @@ SPANS: dict[str, tuple[int, str | None]] = {
     "acks: the window": (PROCESS, "acks: the window is full"),
     "fresher weights": (PROCESS, "wait for fresher weights"),
     "room on": (PROCESS, None),
-    "the devices, which the trainer": (PROCESS, "wait for its shift"),
+    "the trainer's devices, to start its server": (PROCESS, "wait for its shift"),
     "rollout-# is silent": (PROCESS, "a worker is silent"),
     "rollout-# is starting": (PROCESS, "a worker is starting"),
     "its server to become": (PROCESS, "its server is not ready"),

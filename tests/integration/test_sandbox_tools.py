@@ -55,12 +55,12 @@ def test_the_reply_says_how_a_run_ended_and_what_was_lost() -> None:
         "python", ("python", "while True: pass"), ("python", "import os; os._exit(1)"), seconds=0.3
     )
     assert slow.endswith("KeyboardInterrupt\n[stopped after 0.3 s]")
-    assert ended == "[the interpreter ended]\n[the variables of earlier calls are lost]"
+    assert ended == "[the interpreter exited]\n[the variables from earlier calls are lost]"
     killed = RunResult(RunEnding.LATE, "a\n", status=-9, lost=True, emptied=True)
-    lost = "[the variables and files of earlier calls are lost]"
+    lost = "[the variables and files from earlier calls are lost]"
     assert reply_text(killed, 5.0) == f"a\n[stopped after 5 s]\n{lost}"
     died = RunResult(RunEnding.DIED, "", status=-11)
-    assert reply_text(died, 5.0) == "[the interpreter ended by signal 11]"
+    assert reply_text(died, 5.0) == "[the interpreter was killed by signal 11]"
 
 
 def test_long_output_is_cut_once() -> None:
@@ -95,7 +95,7 @@ def test_a_setup_runs_again_after_a_loss() -> None:
     ended, again = talk(
         "python", ("python", "import os; os._exit(1)"), ("python", "sum(data)"), sample=sample
     )
-    assert ended.endswith("[the variables of earlier calls are lost]") and again == "6"
+    assert ended.endswith("[the variables from earlier calls are lost]") and again == "6"
 
 
 @pytest.mark.parametrize("setup", ["", "data = [1, 2, 3]"])
@@ -113,7 +113,7 @@ async def test_the_call_after_a_cancelled_one_reports_it_and_has_its_setup(setup
         await asyncio.gather(task, return_exceptions=True)
         after = await space.python("'n' in globals(), globals().get('data')")
         data = "[1, 2, 3]" if setup else "None"
-        assert after == f"(False, {data})\n[the variables and files of earlier calls are lost]"
+        assert after == f"(False, {data})\n[the variables and files from earlier calls are lost]"
         assert await space.python("1") == "1"
     finally:
         await space.close()
@@ -131,7 +131,7 @@ async def test_a_loss_is_reported_even_if_the_setup_fails_first() -> None:
         with pytest.raises(SandboxError, match="setup code for sample 0 failed"):  # no answer of the tool's
             await space.python("1")
         space._setup_code = flaky
-        assert await space.python("2") == "2\n[the variables and files of earlier calls are lost]"
+        assert await space.python("2") == "2\n[the variables and files from earlier calls are lost]"
         assert await space.python("3") == "3"
     finally:
         await space.close()

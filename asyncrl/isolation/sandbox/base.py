@@ -12,11 +12,11 @@ from asyncrl.isolation.sandbox.frames import RunEnding as RunEnding
 from asyncrl.isolation.sandbox.frames import SandboxLimits as SandboxLimits
 
 RunKind = Literal["cell", "program", "shell"]
-"""`cell`: statements for the interpreter that keeps variables; a last expression is printed. A cell that
-exceeds its time is interrupted, and a second later killed together with the variables. `program`: an entire
-Python program in a new interpreter and an empty directory: earlier processes, cells and files are removed
-first; only the program's files survive. `shell`: one command; its background processes continue only during
-later runs."""
+"""`cell`: statements for the interpreter that keeps variables; the value of a final expression is printed. A
+cell that exceeds its time is interrupted, and a second later killed together with the variables. `program`:
+an entire Python program in a new interpreter and an empty directory: earlier processes, cells and files are
+removed first; only the program's files survive. `shell`: one command; its background processes continue only
+during later runs."""
 
 
 MAX_CHANGE_BYTES = 64 << 20  # bytes

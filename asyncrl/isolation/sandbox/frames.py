@@ -19,7 +19,7 @@ HELLO = struct.Struct("!BI")  # bits of the guarantees in force (see GUARANTEES)
 
 ISOLATION = ("network", "files", "processes", "orphans", "memory")
 """The isolation of a sandbox, in the order of the bits. The code cannot use any network except the
-sandbox's own empty network, files other than the shown files, more processes than allowed, processes that
+sandbox's own empty network, files that are not shown to it, more processes than allowed, processes that
 outlive the sandbox, or memory that no limit counts, such as files without a directory, shared segments and
 new file systems."""
 

@@ -93,7 +93,7 @@ def _cell_raises(source: bytes, name: str, main_module: types.ModuleType) -> boo
 
 
 def _run_cell(source: bytes, name: str, main_module: types.ModuleType) -> None:
-    """Run the statements, and print the value of a last expression, as at a prompt."""
+    """Run the statements, and print the value of a final expression, as at a prompt."""
     tree = _compile_source(source, name, TREE_ONLY_FLAG)
     last_expression = tree.body[-1:] if tree.body and type(tree.body[-1]).__name__ == "Expr" else []
     tree.body = tree.body[: len(tree.body) - len(last_expression)]

@@ -46,7 +46,8 @@ from asyncrl.isolation.sandbox.imaging import ETC_FILES
 
 START_SECONDS = 20.0
 LATE_SECONDS = 5.0
-"""Delay of the warden's answer after a run's time limit: one second of grace, and time for a busy machine."""
+"""Maximum delay between a run's time limit and the warden's answer: 1 s of grace, and a margin for a busy
+machine."""
 MOVE_SECONDS = 60.0  # to move a file or the changes
 END_SECONDS = 2.0  # to end after SIGTERM, and again after SIGKILL
 CLEAN_SECONDS = 5.0  # the owner waits so long for a directory to be emptied
@@ -70,7 +71,8 @@ CODE_ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",  # each arena takes 128 MiB of address space, which counts as memory
 }
-"""All environment variables of the code: keys and tokens from the trainer's environment are left out."""
+"""All environment variables that the code sees. Keys and tokens from the trainer's environment are left
+out."""
 
 
 class Jail:
@@ -267,7 +269,7 @@ class Jail:
         await serving_task
         if result.ending is not RunEnding.DONE:
             failure = result.output.strip() or result.ending
-            raise SandboxError(f"{subject} of the sandbox: {failure}")
+            raise SandboxError(f"{subject} in the sandbox: {failure}")
         return bytes(received_data)
 
     async def _ask_warden(self, request: frames.RunRequest, streams: list[int] | None = None) -> RunResult:

@@ -62,7 +62,7 @@ PIPE_CALLS: dict[str, Numbers] = {
     "splice": (275, 76),  # a byte in a pipe keeps the page of a file alive
     "tee": (276, 77),
 }
-"""System calls that fail as for files that do not support them; programs then read and write instead."""
+"""System calls that fail as if the file did not support them; programs then use read and write instead."""
 
 ATTRIBUTE_CALLS: dict[str, Numbers] = {
     "setxattr": (188, 5),
@@ -70,8 +70,8 @@ ATTRIBUTE_CALLS: dict[str, Numbers] = {
     "fsetxattr": (190, 7),
     "setxattrat": (463, 463),
 }
-"""System calls that fail as on a file system without extended attributes, because tmpfs does not count access
-control lists."""
+"""System calls that fail as if the file system had no extended attributes, because tmpfs does not count
+access control lists."""
 
 REFUSED_CALLS = (
     (FORBIDDEN_CALLS, errno.EACCES),

@@ -45,7 +45,7 @@ const COLOURS = {
     paint: (value) => (value > 0 ? shade(Math.abs(Math.log2(value)), value < 1 ? DOWN : UP) : ""),
     scale: () => [[0.5, "½ or less"], [0.75, "¾"], [1, "1"], [1.5, "1.5"], [2, "2 or more"]],
     says: () => "the token's probability under the trained policy, divided by its probability in the engine",
-    none: "no π/μ: recorded only for trained episodes whose transcript is kept (4 of one group per batch)",
+    none: "no π/μ: recorded only for episodes used for training whose transcript is kept (4 from one group per batch)",
   },
   advantages: {
     name: "advantage", values: (turn) => turn.advantages,

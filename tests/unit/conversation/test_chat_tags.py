@@ -110,5 +110,5 @@ def test_the_first_token_after_a_line_break_ends_the_turn() -> None:
 def test_calls_before_the_words_beside_them_are_shown() -> None:
     """Gemma 4 writes calls, replies, and then what the turn says."""
     assert not any(
-        "does not show tool calls" in line for line in chat_of("gemma4").check_history("fork", ["tool"])
+        "does not render tool calls" in line for line in chat_of("gemma4").check_history("fork", ["tool"])
     )

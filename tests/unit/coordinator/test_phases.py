@@ -167,7 +167,7 @@ def test_a_disk_that_stays_full_ends_the_run(coordinator: Coordinator) -> None:
         coordinator._on_control(WORKER, WorkerHeartbeat(0, (), 0.0, 0.0, 0), [], float(now))
         tick(coordinator, float(now))
     assert coordinator.lifecycle.phase is Phase.STOPPING
-    assert "nothing has been trained" in coordinator.lifecycle.error
+    assert "the trainer has made no progress" in coordinator.lifecycle.error
     assert "trainer 0: not saved: no space left" in coordinator.lifecycle.error
 
 

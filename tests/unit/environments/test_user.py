@@ -133,7 +133,7 @@ def test_a_broken_model_fails_the_episode() -> None:
 
 @pytest.mark.parametrize("user", [None, "", ["a"]])
 def test_a_scenario_is_a_text(user: Any) -> None:
-    with pytest.raises(ValueError, match="must be a text that describes the user"):
+    with pytest.raises(ValueError, match="must be text that describes the user"):
         simulate(sample(user), [], [])
 
 

@@ -85,11 +85,13 @@ def test_a_tree_is_copied_into_each(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", [".netrc", "sub/.aws/config", ".git-credentials", "auth.json", "my_Token.txt"]
 )
-def test_a_tree_with_logins_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_tree_with_credentials_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("")
     top = name.removesuffix("/config")
-    with pytest.raises(ConfigError, match=rf"could read {top}, which may contain logins; .* allow: {top}$"):
+    with pytest.raises(
+        ConfigError, match=rf"could read {top}, which may contain credentials; .* allow: {top}$"
+    ):
         Command(line="true", files=str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("")  # no login
     for allow in (f"x, {top}", "*"):

@@ -210,7 +210,7 @@ def test_tasks_need_a_reward_that_judges_them_and_their_image_at_a_resume(given:
     bare_image(images, "bare", "app", digest="sha256-anew")
     assert (
         "the samples or their order have changed" in (said := given.notes("data")[-1].text)
-        and "the images of tasks" in said
+        and "the task images" in said
     )
     given.keys |= {"resume": "never", "run_dir": str(given.folder / "other")}
     for name in "abcd":

@@ -71,7 +71,7 @@ def test_a_resumed_episode_keeps_what_its_tools_paid() -> None:
 @pytest.mark.parametrize(
     ("result", "detail"),
     [
-        ({"score": 1.0, "turns": [0.0]}, "returned 1 turn rewards for an episode of 3 turns"),
+        ({"score": 1.0, "turns": [0.0]}, "for each of the 3 turns, but returned 1"),
         ({"score": 1.0, "turns": [0.0, 0.0, float("inf")]}, "the reward of turn 2 is inf"),
         ({"score": 1.0, "components": {"style": None}}, "component 'style' of the reward is None"),
     ],

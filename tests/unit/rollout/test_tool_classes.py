@@ -321,7 +321,7 @@ def test_reset_after_a_bad_snapshot_must_give_the_same_text(
     end = unstable("Done.").failed(uninterrupted.record[:2])
     assert (
         end.reason is FailReason.NOT_REPEATED
-        and "the reset of a tool's object returned a different text" in end.detail
+        and "the reset of a tool's object returned different text" in end.detail
     )
 
 

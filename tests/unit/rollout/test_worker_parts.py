@@ -363,7 +363,7 @@ async def test_an_engine_that_does_not_fall_asleep_is_reported() -> None:
     f = Fixture()
     f.engine.sleep = asyncio.Event().wait  # type: ignore[method-assign, assignment]
     f.lane.loads._deadline = 0.01
-    with pytest.raises(EngineError, match="did not fall asleep in time"):
+    with pytest.raises(EngineError, match="did not go to sleep in time"):
         await f.lane.sleep()
     f.lane.loads.offer_version(ref(1))
     await f.answered(1)

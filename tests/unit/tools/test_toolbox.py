@@ -503,7 +503,7 @@ def test_objects_leave_a_result_for_the_reward() -> None:
     [
         ("raises", "ValueError: no way"),
         ("hangs", "no reply within 0.2 s"),
-        ("text", "the method returned a str"),
+        ("text", "the method returned a value of type str"),
     ],
 )
 def test_a_result_that_fails_or_hangs_is_a_tool_error(way: str, why: str) -> None:
