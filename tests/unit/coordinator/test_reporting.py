@@ -48,11 +48,14 @@ def landed(
     reward: float,
     counts: dict[str, int] | None = None,
     greedy: bool = False,
+    sample: int = 0,
+    answer: str = "",
     **earned: Any,
 ) -> None:
     result = EpisodeResult(reward, 10, **earned)
     stats = EpisodeStats(**{"turns": 1, **(counts or {})})
-    reporter.note_landed(EpisodeRecord("0.0", 0, 0, greedy=greedy, result=result, stats=stats))
+    record = EpisodeRecord("0.0", 0, 0, greedy=greedy, result=result, stats=stats)
+    reporter.note_landed(record, sample, answer)
 
 
 def test_what_became_of_groups_is_counted_since_the_last_row(reporter: Reporter) -> None:
