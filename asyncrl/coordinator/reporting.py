@@ -26,8 +26,9 @@ from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.workers import WorkerHandler
-from asyncrl.observe.alerts import find_alerts, rows_for_rules
+from asyncrl.observe.alerts import find_alerts
 from asyncrl.observe.answers import answer_metrics
+from asyncrl.observe.evidence import rows_for_rules
 from asyncrl.observe.files import LineFile, read_rows, write_status, write_summary
 from asyncrl.observe.metrics import BATCH, FILTERED, OF_STEP, STEP_SECONDS, duration_text
 from asyncrl.observe.summary import failures_line, summarize
