@@ -31,8 +31,8 @@ from asyncrl.observe.held_out import clearly_below
 from asyncrl.observe.metrics import Row, names_matching
 
 CLEAR_ERRORS = 5.0  # standard errors of a clear change of the reward or of a component
-# Standard errors of a drift. A simulated number without a drift passed this limit by chance in 3 of 520,000
-# runs of 200 steps; two of them had a single group for each step.
+# Standard errors of a drift. By chance a simulated number without a drift passed this limit, and the limit of
+# its `Drift`, in 6 of 500,000 runs of 200 steps, 5 of them with only one or two groups for each step.
 DRIFT_ERRORS = 8.0
 FALL_ERRORS = 4.0  # standard errors of a fall of held-out success
 POOLED_VALIDATIONS = 3  # validations whose episodes count together
@@ -113,10 +113,8 @@ class Drift(NamedTuple):
     column: str = ""
 
 
-def _beginning_with(openings: Sequence[str]) -> tuple[Condition, ...]:
-    """Return the conditions on answers that begin with one of these texts, with either apostrophe."""
-    spellings = dict.fromkeys(text for opening in openings for text in (opening, opening.replace("'", "’")))
-    return tuple(("answer", "=", (text, text[:-1] + chr(ord(text[-1]) + 1))) for text in spellings)
+def _with_either_apostrophe(texts: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(spelling for text in texts for spelling in (text, text.replace("'", "’"))))
 
 
 DRIFTS = {
@@ -135,7 +133,9 @@ DRIFTS = {
         metrics=(REFUSALS,),
         what="of the answers begin with a refusal",
         least=0.25,
-        conditions=_beginning_with(REFUSAL_OPENINGS),
+        conditions=tuple(
+            ("answer", "begins", opening) for opening in _with_either_apostrophe(REFUSAL_OPENINGS)
+        ),
     ),
     "text repeats": Drift(
         metrics=("rollout/repeated_frac/mean",),

@@ -97,6 +97,17 @@ def test_scores_are_before_shaping_and_without_greedy_episodes(reporter: Reporte
     assert "rollout/greedy_score/mean" not in row(reporter, 2, groups=1)
 
 
+def test_answers_are_compared_between_samples_and_repeated_text_is_counted(reporter: Reporter) -> None:
+    landed(reporter, 0.0, {"repeated": 5}, sample=0, answer="7")
+    landed(reporter, 0.0, sample=1, answer="7")
+    landed(reporter, 0.0, sample=2)
+    metrics = row(reporter, 1, groups=1)
+    assert metrics["rollout/answer/same_frac"] == metrics["rollout/answer/empty_frac"] == pytest.approx(1 / 3)
+    assert metrics["rollout/answer/refusal_frac"] == 0.0
+    assert metrics["rollout/repeated_frac/max"] == 0.5  # of the 10 tokens that each episode has here
+    assert "rollout/answer/same_frac" not in row(reporter, 2, groups=1)
+
+
 @pytest.mark.parametrize(
     ("scores", "episodes", "said"),
     [
