@@ -178,6 +178,15 @@ def test_a_reward_that_rises_while_held_out_success_falls_is_an_alert() -> None:
         assert last_alert.level == "bad" and "while the training reward rose from" in last_alert.what
 
 
+def test_rows_that_the_coordinator_keeps_give_the_alerts_of_all_rows() -> None:
+    rows = [*Divergent(0).rows()]
+    kept: list[Any] = []
+    for row in rows:
+        kept = rows_for_rules([*kept, row])
+    assert len(kept) < len(rows) / 2
+    assert find_alerts(kept, {}, KEYS) == find_alerts(rows, {}, KEYS) != []
+
+
 @pytest.mark.parametrize(("loss", "levels"), [(0.5, {"warn"}), (0.0, {"advice"})])
 def test_a_component_that_carries_the_rise_is_named(loss: float, levels: set[str]) -> None:
     """`format` rises from 0 to 1 with weight 0.2 in runs whose other component falls, or stays."""
