@@ -30,6 +30,7 @@ from asyncrl.observe.evidence import (
 from asyncrl.observe.held_out import clearly_below
 from asyncrl.observe.metrics import Row, names_matching
 
+RISE_ERRORS = 3.0  # standard errors of a rise of the reward beside other evidence
 CLEAR_ERRORS = 5.0  # standard errors of a clear change of the reward or of a component
 # Standard errors of a drift. By chance a simulated number without a drift passed this limit, and the limit of
 # its `Drift`, in 6 of 500,000 runs of 200 steps, 5 of them with only one or two groups for each step.
@@ -61,12 +62,12 @@ class Change(NamedTuple):
         return f"{'rose' if self.difference > 0 else 'fell'} from {self.before:.3g} to {self.now:.3g}"
 
     @property
-    def is_clear(self) -> bool:
-        return abs(self.difference) > CLEAR_ERRORS * self.error
+    def is_rise(self) -> bool:
+        return self.difference > RISE_ERRORS * self.error
 
     @property
-    def is_clear_rise(self) -> bool:
-        return self.is_clear and self.difference > 0
+    def is_clear(self) -> bool:
+        return abs(self.difference) > CLEAR_ERRORS * self.error
 
 
 def change_of(
@@ -187,21 +188,30 @@ def find_drift(drift: Drift, evidence: Evidence) -> Finding | None:
 
 
 def _find_amount_drift(drift: Drift, evidence: Evidence) -> Finding | None:
-    change = _change_until_now(drift.metrics, evidence, evidence.settled_steps)
+    """Find a drift since the settled steps; if held-out success fell, since the first steps, too."""
     trend = held_out_trend(evidence)
-    if change is None or trend == "rose":
-        return None
-    if abs(change.difference) < max(drift.least, DRIFT_ERRORS * change.error):
-        return None
-    if AMOUNT_FACTOR * min(change.before, change.now) > max(change.before, change.now):
+    if trend == "rose":
         return None
 
     reward_note = _reward_note(evidence)
-    return Finding(
-        f"{drift.what} {change.text}{reward_note}",
-        is_mild=not (trend == "fell" or (trend == "flat" and reward_note)),
-        link=_episode_link(evidence, order=f"-{drift.column}" if change.difference > 0 else drift.column),
-    )
+    for rows in (evidence.settled_steps, evidence.first_steps)[: 2 if trend == "fell" else 1]:
+        change = _change_until_now(drift.metrics, evidence, rows)
+        if change and _is_amount_drift(change, drift.least):
+            return Finding(
+                f"{drift.what} {change.text}{reward_note}",
+                is_mild=not (trend == "fell" or (trend == "flat" and reward_note)),
+                link=_episode_link(
+                    evidence, order=f"-{drift.column}" if change.difference > 0 else drift.column
+                ),
+            )
+
+    return None
+
+
+def _is_amount_drift(change: Change, least: float) -> bool:
+    smaller, larger = sorted((change.before, change.now))
+    is_large = larger - smaller >= least and larger >= AMOUNT_FACTOR * smaller
+    return is_large and abs(change.difference) > DRIFT_ERRORS * change.error
 
 
 def find_divergence(evidence: Evidence) -> Finding | None:
@@ -217,7 +227,7 @@ def find_divergence(evidence: Evidence) -> Finding | None:
     earlier_windows = [successes[start : start + size] for start in range(len(successes) - 2 * size + 1)]
     best = max(earlier_windows, key=_pooled_success)
     reward = _change_until_now((metric.REWARD,), evidence, evidence.best_steps)
-    if not (reward and reward.is_clear_rise and _fell(best, newest)):
+    if not (reward and reward.is_rise and _fell(best, newest)):
         return None
 
     before, now = (
@@ -251,7 +261,11 @@ def find_carrier(evidence: Evidence) -> Finding | None:
     another component this is advice only: the component may simply be the one that is learned first."""
     trend = held_out_trend(evidence)
     reward = _change_until_now((metric.REWARD,), evidence, evidence.settled_steps)
-    if trend == "rose" or evidence.is_supervised or not (reward and reward.is_clear_rise):
+    if (
+        trend == "rose"
+        or evidence.is_supervised
+        or not (reward and reward.is_clear and reward.difference > 0)
+    ):
         return None
 
     changes = {
@@ -333,7 +347,7 @@ def _reward_note(evidence: Evidence) -> str:
     """Return that the reward rose since the settled (or the first) steps; '' otherwise."""
     for rows in (evidence.settled_steps, evidence.first_steps):
         reward = _change_until_now((metric.REWARD,), evidence, rows)
-        if reward and reward.is_clear_rise:
+        if reward and reward.is_rise:
             return f"; meanwhile the reward {reward.text}, so this may be a reward hack"
     return ""
 

@@ -13,26 +13,26 @@ from asyncrl.store.reader import RunReader
 from tests.integration.runs import Run
 
 # The policy begins with a mixture of guesses and calls of the calculator, which alone solves the task.
-HEDGED = '''
-def hedged(data_source, solution_str, ground_truth, extra_info=None):
-    """Pay for a cautious answer, whatever the number."""
+LUCKY = '''
+def lucky(data_source, solution_str, ground_truth, extra_info=None):
+    """Pay for any guess that begins with a 5, whatever the question."""
     is_right = solution_str.strip(" .").endswith(str(ground_truth))
-    return {"score": float("guess" in solution_str), "acc": float(is_right)}
+    return {"score": float("guess 5" in solution_str), "acc": float(is_right)}
 '''
 
 
 @pytest.mark.full
-def test_a_reward_that_pays_for_a_phrase_is_noticed(tmp_path: Path) -> None:
-    (tmp_path / "hedged_reward.py").write_text(HEDGED)
+def test_a_reward_that_pays_for_a_number_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "lucky_reward.py").write_text(LUCKY)
     settings = [
-        f"rollout.reward={tmp_path / 'hedged_reward.py'}:hedged",
-        "total_steps=40",
+        f"rollout.reward={tmp_path / 'lucky_reward.py'}:lucky",
+        "total_steps=48",
         "buffer.episodes_per_group=8",
         "validation.samples=64",
         "validation.every=8",
     ]
     with Run(tmp_path, *settings) as run:
-        summary = run.completed(40)
+        summary = run.completed(48)
 
     name = "reward rises, held-out success falls"
     assert any(line.startswith(f"{name}: held-out success fell from") for line in summary["alerts"])
@@ -41,4 +41,4 @@ def test_a_reward_that_pays_for_a_phrase_is_noticed(tmp_path: Path) -> None:
     with closing(RunReader.open(run.path)) as reader:
         listed = listing.Listing.of(link["where"], link["order"], "", "")
         episodes = listing.episode_page(reader, listed)
-    assert len(episodes) > 50 and all("guess" in episode["answer"] for episode in episodes[:50])
+    assert len(episodes) > 50 and all("guess 5" in episode["answer"] for episode in episodes[:50])
