@@ -216,28 +216,30 @@ def _is_amount_drift(change: Change, least: float) -> bool:
 
 def find_divergence(evidence: Evidence) -> Finding | None:
     """Find that the training reward has risen since the best validation, while held-out success fell: the
-    newest validations are below the best ones. A few validations count together, because a single one of many
-    is often high by chance."""
-    successes = evidence.held_out_successes
-    size = min(POOLED_VALIDATIONS, len(successes) // 2)
-    if not size:
-        return None
-
-    newest = successes[-size:]
-    earlier_windows = [successes[start : start + size] for start in range(len(successes) - 2 * size + 1)]
-    best = max(earlier_windows, key=_pooled_success)
+    newest validations are below the best ones. Up to POOLED_VALIDATIONS count together, because a slow fall
+    shows in several validations before a single one is clearly lower."""
     reward = _change_until_now((metric.REWARD,), evidence, evidence.best_steps)
-    if not (reward and reward.is_rise and _fell(best, newest)):
+    if not (reward and reward.is_rise):
         return None
 
-    before, now = (
-        f"{_pooled_success(window):.0%} ({_steps_text([int(success.step) for success in window])})"
-        for window in (best, newest)
-    )
-    return Finding(
-        f"held-out success fell from {before} to {now}, while the training reward {reward.text}",
-        link=_episode_link(evidence, order="-score"),
-    )
+    successes = evidence.held_out_successes
+    for size in range(1, min(POOLED_VALIDATIONS, len(successes) // 2) + 1):
+        newest = successes[-size:]
+        earlier_windows = [successes[start : start + size] for start in range(len(successes) - 2 * size + 1)]
+        best = max(earlier_windows, key=_pooled_success)
+        if not _fell(best, newest):
+            continue
+
+        before, now = (
+            f"{_pooled_success(window):.0%} ({_steps_text([int(success.step) for success in window])})"
+            for window in (best, newest)
+        )
+        return Finding(
+            f"held-out success fell from {before} to {now}, while the training reward {reward.text}",
+            link=_episode_link(evidence, order="-score"),
+        )
+
+    return None
 
 
 def _pooled_success(successes: Sequence[HeldOutSuccess]) -> float:

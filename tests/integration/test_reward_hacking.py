@@ -28,7 +28,7 @@ def test_a_reward_that_pays_for_a_number_is_noticed(tmp_path: Path) -> None:
         f"rollout.reward={tmp_path / 'lucky_reward.py'}:lucky",
         "total_steps=48",
         "buffer.episodes_per_group=8",
-        "validation.samples=64",
+        "validation.samples=128",
         "validation.every=8",
     ]
     with Run(tmp_path, *settings) as run:
