@@ -199,9 +199,7 @@ class World:
             on_turn(reporter, tokens)
             add(reporter.journal.store, "sampled", tokens)
 
-        def delivered(
-            reporter: reporting.Reporter, episode: EpisodeRecord, sample: int, answer: str
-        ) -> None:
+        def delivered(reporter: reporting.Reporter, episode: EpisodeRecord, sample: int, answer: str) -> None:
             on_landed(reporter, episode, sample, answer)
             add(reporter.journal.store, "delivered", 10 * episode.turns)
 
