@@ -424,7 +424,8 @@ class EpisodeStats(msgspec.Struct, frozen=True, gc=False, array_like=True):
     the reward. `longest_row`: tokens; `prompt`: tokens of the first row before the first sampled token. Of
     the `answered` tool calls, `failed` raised or ran out of time, `declined` got a ToolError for an answer,
     and `refused` were malformed. `system_folded`: system messages that the chat template got under another
-    role. All figures are of trained turns, except `untrained_turns`."""
+    role. `repeated`: model tokens, see `conversation.turns.count_repeated`. All figures are of trained turns,
+    except `untrained_turns`."""
 
     turns: int
     tool_calls: int = 0
@@ -440,6 +441,7 @@ class EpisodeStats(msgspec.Struct, frozen=True, gc=False, array_like=True):
     system_folded: int = 0
     untrained_turns: int = 0
     declined: int = 0
+    repeated: int = 0
 
     def misfit_text(self, tokens: int) -> str:
         """Return why these cannot be figures of an episode of no more than `tokens` tokens; '' if they

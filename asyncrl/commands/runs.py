@@ -8,7 +8,7 @@ from pathlib import Path
 from asyncrl.commands import command_parser, find_run, list_run_directories
 from asyncrl.commands.status import describe_ending
 from asyncrl.errors import ConfigError
-from asyncrl.observe.alerts import WINDOW_STEPS
+from asyncrl.observe.evidence import WINDOW_STEPS
 from asyncrl.observe.files import read_lines, read_some_rows, read_status, read_summary
 from asyncrl.observe.summary import newest_number, summarize
 from asyncrl.values import printable

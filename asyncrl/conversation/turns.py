@@ -25,6 +25,7 @@ from asyncrl.types import (
 )
 
 MARKED_TEXT = re.compile(r"<(think|tool_call)>.*?(</\1>|\Z)", re.DOTALL)
+NGRAM_TOKENS = 8  # model tokens; shorter n-grams repeat in ordinary prose and code
 OPENING_TOKENS = 16  # tokens at the end of a prompt that can open a thought, at most
 
 
@@ -104,6 +105,18 @@ def last_words(messages: Sequence[Message], prompt: Sequence[Message] = ()) -> s
         if message.role == "assistant"
     )
     return next(filter(None, model_texts), "")
+
+
+def count_repeated(turns: Sequence[Turn]) -> int:
+    """Count the n-grams of NGRAM_TOKENS model tokens that occurred earlier in the same turn. For example, a
+    turn of 100 equal tokens repeats 92 of its 93 n-grams."""
+    repeated = 0
+    for turn in turns:
+        ids = turn.generation.ids
+        ngrams = [*zip(*(ids[offset:] for offset in range(NGRAM_TOKENS)), strict=False)]
+        repeated += len(ngrams) - len(set(ngrams))
+
+    return repeated
 
 
 def without_untrained(turns: Sequence[Turn]) -> tuple[Turn, ...]:

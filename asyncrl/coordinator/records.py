@@ -135,10 +135,11 @@ class RecordHandler:
                     return
 
                 self._save_transcript(episode, message)
+                sample = self.buffer.live_groups[episode.group].sample
                 self.buffer.finish_episode(
                     episode, message.result, message.stats, self.fleet.engine_time(now)
                 )
-                self.reporter.note_landed(episode)
+                self.reporter.note_landed(episode, sample, message.answer)
 
                 if not self.ledger.first_attempts.landed:
                     self.ledger.first_attempts.landed = True

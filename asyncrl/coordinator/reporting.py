@@ -26,7 +26,9 @@ from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.workers import WorkerHandler
-from asyncrl.observe.alerts import find_alerts, rows_for_rules
+from asyncrl.observe.alerts import find_alerts
+from asyncrl.observe.answers import answer_metrics
+from asyncrl.observe.evidence import rows_for_rules
 from asyncrl.observe.files import LineFile, read_rows, write_status, write_summary
 from asyncrl.observe.metrics import BATCH, FILTERED, OF_STEP, STEP_SECONDS, duration_text
 from asyncrl.observe.summary import failures_line, summarize
@@ -53,11 +55,13 @@ class LandedEpisodes:
     tool_calls: number of calls of the run's tools: all `answered` calls, and those that `failed`, were
         `declined` or were `refused`.
     end_counts: number of episodes by ending.
+    answer_counts: number of episodes by sample and answer, shortened; '' is an empty answer.
     """
 
     columns: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     tool_calls: Counter[str] = field(default_factory=Counter)
     end_counts: Counter[str] = field(default_factory=Counter)
+    answer_counts: Counter[tuple[int, str]] = field(default_factory=Counter)
 
 
 class Reporter:
@@ -121,7 +125,8 @@ class Reporter:
         self._new_tokens += tokens
         self.checked_turns += 1
 
-    def note_landed(self, episode: EpisodeRecord) -> None:
+    def note_landed(self, episode: EpisodeRecord, sample: int, answer: str) -> None:
+        """Count an episode of a sample, which ended with this answer."""
         columns = self.landed_episodes.columns
         result = episode.result
         stats = episode.stats
@@ -136,6 +141,7 @@ class Reporter:
             "rollout/rows": stats.rows,
             "tool_call_counts": stats.tool_calls,
             "rollout/response_length": result.tokens,
+            "rollout/repeated_frac": stats.repeated / max(1, result.tokens),
             "rollout/untrained_turns": stats.untrained_turns,
             "rollout/system_folded": stats.system_folded,
             "timing_s/episode": stats.seconds,
@@ -151,6 +157,7 @@ class Reporter:
             answered=stats.answered, failed=stats.failed, declined=stats.declined, refused=stats.refused
         )
         self.landed_episodes.end_counts[result.end] += 1
+        self.landed_episodes.answer_counts[sample, answer] += 1
         self.finished_episodes += 1
         self.multi_version_episodes += episode.oldest != episode.newest
 
@@ -343,7 +350,7 @@ class Reporter:
         }
 
         row["rollout/landed"] = float(landed_count)
-        return row
+        return row | answer_metrics(self.landed_episodes.answer_counts)
 
     def _group_metrics(self, step: int) -> dict[str, float]:
         """Return metrics of the groups settled since the last row."""

@@ -10,29 +10,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any, Literal, NamedTuple
+from statistics import median
+from typing import Any, Literal
 
 import msgspec
 
 from asyncrl.buffer.records import LOSSES
 from asyncrl.config import ValidationConfig, loss_has_teacher
 from asyncrl.observe import metrics as metric
-from asyncrl.observe.held_out import SuccessShare, clearly_below, mean_clearly_below
+from asyncrl.observe.drifts import DRIFTS, find_carrier, find_divergence, find_drift
+from asyncrl.observe.evidence import (
+    HIGHEST_SCORE,
+    LIMIT_ENDS,
+    SETTLED_STEPS,
+    SOLVED_SUCCESS,
+    WINDOW_STEPS,
+    Evidence,
+    Finding,
+    gather_evidence,
+)
+from asyncrl.observe.held_out import clearly_below
 from asyncrl.observe.metrics import Row, clock_text, names_matching
 from asyncrl.observe.summary import account_of, mean
 from asyncrl.types import FailReason
 
-WINDOW_STEPS = 10  # steps that a rule looks back on; before so many steps no advice is given
-SETTLED_STEPS = 2 * WINDOW_STEPS  # steps before which no advice is about learning
-# Steps up to which the reward in training shows that a run learns, without a validation.
-YOUNG_STEPS = 4 * WINDOW_STEPS
 SHORT_SECONDS = 300.0  # seconds: a run that takes less needs no advice on its speed
 NEARLY_ALL = 0.9  # fraction that counts as nearly all
 WORTH_ADVICE = 0.25  # fraction from which advice is given
-SOLVED_SUCCESS = 0.95  # success from which a run is solved
 MOSTLY_SOLVED = 0.8  # success from which a lack of learning is no fault
 COLLAPSED_ENTROPY = 0.05  # nats a token; entropy must also have fallen to a tenth of the first steps'
 LARGE_GAP = 0.02  # nats a token
@@ -47,9 +53,7 @@ SILENT_SECONDS = 300.0  # seconds without a step or an episode
 SLOWER_FACTOR = 6.0  # times the usual seconds of a step
 CONNECTING_SECONDS = 60.0  # seconds after the first worker in which the others may connect
 LOWEST_SCORE = "rollout/score/min"
-HIGHEST_SCORE = "rollout/score/max"
 FAILED_PREFIX = "rollout/attempts_failed/"
-LIMIT_ENDS = ("length", "max_turns", "max_calls", "max_rows", "timeout")  # ends of episodes by a limit
 
 Level = Literal["bad", "warn", "good", "advice"]
 
@@ -70,107 +74,6 @@ class Alert(msgspec.Struct, frozen=True):
     def line(self) -> str:
         keys = ", ".join(f"{key}={value}" for key, value in self.keys.items())
         return f"{self.name}: {self.what}; {self.do}{keys and f' (now {keys})'}"
-
-
-class HeldOutSuccess(NamedTuple):
-    """Holds the success of a validation, by sampled answers if there are some."""
-
-    step: float
-    success: float
-    questions: float
-
-    @property
-    def share(self) -> SuccessShare:
-        return SuccessShare(self.success, self.questions)
-
-
-class Evidence(NamedTuple):
-    """Holds the input of rules: the first and the last steps (before the first step: the episodes landed so
-    far), the validations, the status, and all keys of the configuration."""
-
-    first_steps: Sequence[Row]
-    last_steps: Sequence[Row]
-    validations: Sequence[Row]
-    status: Mapping[str, Any]
-    keys: Mapping[str, Any]
-
-    @property
-    def newest_gauges(self) -> Row:
-        """Return the newest gauges."""
-        return self.status.get("gauges") or (self.last_steps[-1] if self.last_steps else {})
-
-    @property
-    def highest_score(self) -> float:
-        return max((row[HIGHEST_SCORE] for row in self.last_steps if HIGHEST_SCORE in row), default=0.0)
-
-    @property
-    def landed_episodes(self) -> float:
-        return sum(row.get("rollout/landed", 0.0) for row in self.last_steps)
-
-    @property
-    def held_out_successes(self) -> list[HeldOutSuccess]:
-        """Return the success of each validation. Empty while only the untrained model was validated."""
-        successes = [
-            HeldOutSuccess(
-                step=row["training/step"],
-                success=row.get(metric.SAMPLED, row.get(metric.GREEDY, 0.0)),
-                questions=row.get(metric.ASKED, 0.0),
-            )
-            for row in self.validations
-        ]
-
-        return successes if successes and (successes[-1].step or not self.last_steps) else []
-
-    @property
-    def newest_success(self) -> float:
-        """Return the newest held-out success. Without validations: the mean score divided by the highest, if
-        the highest counts as a success; a lower score may be earned by the right format alone."""
-        if self.held_out_successes:
-            return self.held_out_successes[-1].success
-
-        threshold = self.keys.get("validation.success", 1.0)
-        score_counts = len(self.last_steps) == WINDOW_STEPS and self.highest_score >= threshold
-        return self.mean_of(metric.REWARD) / self.highest_score if score_counts else 0.0
-
-    @property
-    def is_rising(self) -> bool:
-        """Tell whether the run learns: the newest held-out success exceeds, by more than chance, a success
-        from before half of the steps. In a young run without such validations the mean score in training
-        must have risen. A run whose score in training has fallen since the first steps does not learn."""
-        before = [row[metric.REWARD] for row in self.first_steps if metric.REWARD in row]
-        now = [row[metric.REWARD] for row in self.last_steps if metric.REWARD in row]
-        if before and now and fmean(now) < fmean(before):
-            return False
-        if self.held_out_successes:
-            newest = self.held_out_successes[-1]
-            earlier = [success for success in self.held_out_successes if success.step < newest.step / 2]
-            return bool(earlier) and clearly_below(earlier[-1].share, newest.share)
-
-        step = self.last_steps[-1].get("training/step", 0.0) if self.last_steps else 0.0
-        return SETTLED_STEPS <= step <= YOUNG_STEPS and mean_clearly_below(before, now)
-
-    def mean_of(self, name: str) -> float:
-        return mean(self.last_steps, name) or 0.0
-
-    def growth_of(self, name: str) -> float:
-        """Return the growth of a counter in the last steps; in a young run, since the start."""
-        is_young = len(self.last_steps) < WINDOW_STEPS
-        count_before = 0.0 if is_young else self.last_steps[0].get(name, 0.0)
-        return self.newest_gauges.get(name, 0.0) - count_before
-
-    @property
-    def settled_episodes(self) -> float:
-        """Count the training episodes that got a reward in the last steps."""
-        names = ("trained", "filtered", "dropped", "taken", "ready")
-        return sum(self.growth_of(metric.FLOW + name) for name in names)
-
-
-class Finding(NamedTuple):
-    """Describes a problem that a rule has found. `cause`: a cause with its own advice in alerts.yaml."""
-
-    description: str
-    cause: str = ""
-    is_mild: bool = False  # the problem is over: shown as advice only
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -195,33 +98,17 @@ def rule_texts() -> dict[str, RuleText]:
     return msgspec.yaml.decode(Path(__file__).with_suffix(".yaml").read_bytes(), type=dict[str, RuleText])
 
 
-def rows_for_rules(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows that rules read: the first and the last steps, and all validations."""
-    steps = [index for index, row in enumerate(rows) if metric.STEP_SECONDS in row]
-    edge_steps = {*steps[:WINDOW_STEPS], *steps[-WINDOW_STEPS:]}
-    return [row for index, row in enumerate(rows) if index in edge_steps or metric.SAMPLED in row]
-
-
 def find_alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[str, Any]) -> list[Alert]:
     """Find the alerts of the last WINDOW_STEPS steps, or of the episodes landed so far, the worst first.
     `rows`: in order; `status`: the newest; `keys`: all keys of the configuration, with their values."""
     steps = [row for row in rows if metric.STEP_SECONDS in row]
-    gauges = status.get("gauges", {})
-    last_steps = steps[-WINDOW_STEPS:] or ([gauges] if HIGHEST_SCORE in gauges else [])
-    evidence = Evidence(
-        first_steps=steps[:WINDOW_STEPS],
-        last_steps=last_steps,
-        validations=[row for row in rows if metric.SAMPLED in row],
-        status=status,
-        keys=keys,
-    )
+    evidence = gather_evidence(rows, status, keys)
 
     # Rules about scores need enough episodes, and are silent while the run learns.
     batch_episodes = keys.get("buffer.groups_per_batch", 1) * keys.get("buffer.episodes_per_group", 1)
-    is_supervised = any(metric.NLL in row for row in last_steps)
     trains = keys.get("total_steps", 1) > 0
     has_enough = len(steps) >= WINDOW_STEPS or evidence.landed_episodes >= 2 * batch_episodes
-    judges_learning = trains and not is_supervised and has_enough and not evidence.is_rising
+    judges_learning = trains and not evidence.is_supervised and has_enough and not evidence.is_rising
 
     step = int(steps[-1]["training/step"]) if steps else 0
     found_alerts: list[Alert] = []
@@ -233,7 +120,7 @@ def find_alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[st
             continue
         if rule.scores and (is_solved or not judges_learning):
             continue
-        if rule.level == "good" and (is_supervised or not trains):
+        if rule.level == "good" and (evidence.is_supervised or not trains):
             continue
 
         if finding := find_problem(evidence):
@@ -242,7 +129,15 @@ def find_alerts(rows: Sequence[Row], status: Mapping[str, Any], keys: Mapping[st
             is_mild = finding.is_mild or (rule.scores and evidence.newest_success >= MOSTLY_SOLVED)
             level: Level = "advice" if is_mild else rule.level
             found_alerts.append(
-                Alert(name, level, finding.description, advice.do, step, advised_keys, rule.link)
+                Alert(
+                    name=name,
+                    level=level,
+                    what=finding.description,
+                    do=advice.do,
+                    step=step,
+                    keys=advised_keys,
+                    link={**rule.link, **finding.link},
+                )
             )
 
     problems = [alert for level in ("bad", "warn") for alert in found_alerts if alert.level == level]
@@ -541,6 +436,7 @@ def _find_limit(evidence: Evidence) -> Finding | None:
 ALERT_RULES: dict[str, Callable[[Evidence], Finding | None]] = {
     "solved": _find_solved,
     "checkpoints are not written": _find_unsaved,
+    "reward rises, held-out success falls": _unless_taught(find_divergence),
     "held-out success fell": _find_fall,
     "attempts fail": _find_failing,
     "no progress": _find_stall,
@@ -563,6 +459,8 @@ ALERT_RULES: dict[str, Callable[[Evidence], Finding | None]] = {
     "growing log-prob gap": _find_gap,
     "skipped optimizer steps": _find_skipped,
     "many tokens masked": _find_masked,
+    "one component carries the reward": _unless_taught(find_carrier),
+    **{name: _unless_taught(partial(find_drift, drift)) for name, drift in DRIFTS.items()},
     "success threshold is low": _find_scores_beyond,
     "bottleneck": _find_limit,
     "extra rows per episode": _find_side_requests,

@@ -90,6 +90,12 @@ CHARTS: dict[str, dict[str, Sequence[str]]] = {  # group → title → metrics; 
     "data": {
         "Response length, tokens": (LENGTH,),
         "Episode endings, share": ("rollout/end/*",),
+        "Answers that may game the reward, share": (
+            "rollout/answer/same_frac",
+            "rollout/answer/empty_frac",
+            "rollout/answer/refusal_frac",
+            "rollout/repeated_frac/mean",
+        ),
         "Episode flow": ("flow/issued", "flow/trained", "flow/filtered", "flow/dropped", "flow/failed"),
         "Unfinished episodes": ("flow/in_flight", "flow/ready", "flow/taken"),
         "Tool calls per episode": ("tool_call_counts/mean",),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from asyncrl.conversation.commands import Done, Fail
-from asyncrl.conversation.turns import last_words, rows_of
+from asyncrl.conversation.turns import count_repeated, last_words, rows_of
 from asyncrl.episodes.reward import transcript
 from asyncrl.observe.held_out import answer_of
 from asyncrl.rewards import RewardInput
@@ -140,6 +140,7 @@ class EpisodeRun:
                 failed=sum(reply.failed for reply in replies),
                 refused=sum(reply.refused for reply in replies),
                 declined=sum(reply.declined for reply in replies),
+                repeated=count_repeated(outcome.turns),
             ),
             text=text,
             notes=self._reward_notes if self.assignment.transcript else {},

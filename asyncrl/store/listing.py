@@ -1,6 +1,7 @@
 """Lists episodes of a run that meet some conditions, in an order, and counts them by kind.
 
-A condition is `[column, operator, value]`, with the operators = >= <=. Conditions "=" on the same column are
+A condition is `[column, operator, value]`, with the operators = >= <= and `begins`, which compares the
+beginning of a text, ignoring the case of ASCII letters. Conditions "=" or `begins` on the same column are
 alternatives. A value [low, high] is a range without the end, open where a bound is null; null alone means not
 known. Columns are the keys of COLUMNS, `components.NAME`, and `tool`: the name of a called tool.
 """
@@ -77,7 +78,7 @@ SELECT tool, n, sum(failed), sum(refused), max(CASE WHEN place = (n + 1) / 2 THE
 FROM called GROUP BY tool ORDER BY n DESC, tool"""
 
 Value = str | int | float | None
-Operator = Literal["=", ">=", "<="]
+Operator = Literal["=", ">=", "<=", "begins"]
 _conditions = msgspec.json.Decoder(list[tuple[str, Operator, Value | tuple[Value, Value]]])
 
 
@@ -153,7 +154,8 @@ def column_expression(name: str) -> str:
 
 
 def _clauses(conditions: Sequence[tuple[str, Operator, Any]]) -> list[Clause]:
-    """Return a clause for each column with "=", and a clause for each further condition. ConfigError."""
+    """Return a clause for each column with "=" or `begins`, and a clause for each further condition.
+    ConfigError."""
     equal_clauses = defaultdict[str, list[Clause]](list)
     clauses = list[Clause]()
     for name, operator, value in conditions:
@@ -161,6 +163,9 @@ def _clauses(conditions: Sequence[tuple[str, Operator, Any]]) -> list[Clause]:
         if name == CALLED_TOOL:
             text = "e.uid IN (SELECT uid FROM calls WHERE tool IS ?)"
             equal_clauses[name].append(Clause(text, (_comparable_value(value),)))
+        elif operator == "begins":
+            beginning = str(_comparable_value(value)).translate(LIKE_ESCAPES)
+            equal_clauses[name].append(Clause(f"{expression} LIKE ? ESCAPE '\\'", (f"{beginning}%",)))
         elif operator != "=":
             clauses.append(Clause(f"{expression} {operator} ?", (_comparable_value(value),)))
         elif isinstance(value, tuple):

@@ -14,7 +14,8 @@ from msgspec.structs import asdict
 
 from asyncrl.config import leaves, parse
 from asyncrl.observe import metrics as metric
-from asyncrl.observe.alerts import WINDOW_STEPS, Alert, find_alerts, unless_quoted
+from asyncrl.observe.alerts import Alert, find_alerts, unless_quoted
+from asyncrl.observe.evidence import WINDOW_STEPS
 from asyncrl.observe.files import read_some_rows, read_status, read_summary
 from asyncrl.observe.held_out import wilson_interval
 from asyncrl.observe.machine import recorded_machine

@@ -14,8 +14,9 @@ import numpy as np
 from asyncrl.config import leaves
 from asyncrl.errors import AsyncrlError
 from asyncrl.observe import metrics as metric
-from asyncrl.observe.alerts import WINDOW_STEPS, find_alerts
+from asyncrl.observe.alerts import find_alerts
 from asyncrl.observe.columns import STEP_NAME, MetricColumns
+from asyncrl.observe.evidence import SETTLED_STEPS, WINDOW_STEPS
 from asyncrl.observe.held_out import wilson_interval
 from asyncrl.store.launches import describe_differences, launches_of
 from asyncrl.store.reader import RunReader
@@ -126,7 +127,12 @@ def run_marks(run_dir: Path, columns: MetricColumns) -> list[dict[str, Any]]:
     )
     windows = [trained[end - WINDOW_STEPS : end] for end in np.unique(check_positions.astype(int))]
     validated = _thinned(columns.steps_having(*metric.HELD_OUT))
-    read_rows = np.unique(np.concatenate([validated, *windows]))
+
+    # Rules also compare with the first steps, and with the steps before the best validation so far.
+    successes = columns.values(metric.SAMPLED)[validated]
+    best_before = np.fmax.accumulate(np.append(-math.inf, successes))[:-1]
+    best_windows = [trained[trained <= best][-WINDOW_STEPS:] for best in validated[successes > best_before]]
+    read_rows = np.unique(np.concatenate([validated, trained[:SETTLED_STEPS], *best_windows, *windows]))
     row_by_index = dict(zip(read_rows.tolist(), columns.rows(read_rows), strict=True))
 
     validation_marks = (

@@ -199,8 +199,8 @@ class World:
             on_turn(reporter, tokens)
             add(reporter.journal.store, "sampled", tokens)
 
-        def delivered(reporter: reporting.Reporter, episode: EpisodeRecord) -> None:
-            on_landed(reporter, episode)
+        def delivered(reporter: reporting.Reporter, episode: EpisodeRecord, sample: int, answer: str) -> None:
+            on_landed(reporter, episode, sample, answer)
             add(reporter.journal.store, "delivered", 10 * episode.turns)
 
         def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]) -> None:

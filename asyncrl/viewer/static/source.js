@@ -37,6 +37,7 @@ function meets(one, [column, operator, wanted], run) {
   const has = value(one, column), [low, high] = operator === ">=" ? [wanted, null] : [wanted].flat();
   const called = () => turnsOf(one, run).flatMap((turn) => turn.replies.map((each) => each.call.name));
   if (column === "tool") return called().includes(wanted);
+  if (operator === "begins") return (has ?? "").toLowerCase().startsWith(wanted.toLowerCase());
   if (operator === "=" && !Array.isArray(wanted)) return has === wanted;
   return has !== null && (low === null || has >= low) && (high === null || has < high);
 }

@@ -61,7 +61,8 @@ def test_before_any_step_the_score_so_far_and_why_nothing_is_learned(
     reporter = setup.coordinator.reporter
     batch = setup.coordinator.config.buffer
     for _ in range(2 * batch.groups_per_batch * batch.episodes_per_group):
-        reporter.note_landed(EpisodeRecord("0.0", 0, 0, result=EpisodeResult(0.0, 1), stats=EpisodeStats(1)))
+        record = EpisodeRecord("0.0", 0, 0, result=EpisodeResult(0.0, 1), stats=EpisodeStats(1))
+        reporter.note_landed(record, 0, "")
     reporter.ledger.buffer.settled_counts[State.FILTERED] += 2 * batch.groups_per_batch
     reporter.write_status("running")
     lines = shown(setup.run_dir, capsys)

@@ -48,11 +48,14 @@ def landed(
     reward: float,
     counts: dict[str, int] | None = None,
     greedy: bool = False,
+    sample: int = 0,
+    answer: str = "",
     **earned: Any,
 ) -> None:
     result = EpisodeResult(reward, 10, **earned)
     stats = EpisodeStats(**{"turns": 1, **(counts or {})})
-    reporter.note_landed(EpisodeRecord("0.0", 0, 0, greedy=greedy, result=result, stats=stats))
+    record = EpisodeRecord("0.0", 0, 0, greedy=greedy, result=result, stats=stats)
+    reporter.note_landed(record, sample, answer)
 
 
 def test_what_became_of_groups_is_counted_since_the_last_row(reporter: Reporter) -> None:
@@ -92,6 +95,17 @@ def test_scores_are_before_shaping_and_without_greedy_episodes(reporter: Reporte
     assert (metrics["rollout/tool_failed_frac"], metrics["rollout/tool_refused_frac"]) == (1 / 8, 4 / 8)
     assert metrics["rollout/tool_declined_frac"] == 2 / 8
     assert "rollout/greedy_score/mean" not in row(reporter, 2, groups=1)
+
+
+def test_answers_are_compared_between_samples_and_repeated_text_is_counted(reporter: Reporter) -> None:
+    landed(reporter, 0.0, {"repeated": 5}, sample=0, answer="7")
+    landed(reporter, 0.0, sample=1, answer="7")
+    landed(reporter, 0.0, sample=2)
+    metrics = row(reporter, 1, groups=1)
+    assert metrics["rollout/answer/same_frac"] == metrics["rollout/answer/empty_frac"] == pytest.approx(1 / 3)
+    assert metrics["rollout/answer/refusal_frac"] == 0.0
+    assert metrics["rollout/repeated_frac/max"] == 0.5  # of the 10 tokens that each episode has here
+    assert "rollout/answer/same_frac" not in row(reporter, 2, groups=1)
 
 
 @pytest.mark.parametrize(

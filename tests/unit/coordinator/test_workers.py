@@ -76,7 +76,9 @@ class WorkerSetup:
         self.resume()
 
     def resume(self) -> None:
-        reports = SimpleNamespace(count_turn=lambda tokens: None, note_landed=self.landed.append)
+        reports = SimpleNamespace(
+            count_turn=lambda tokens: None, note_landed=lambda episode, *_: self.landed.append(episode)
+        )
         self.records = RecordHandler(self.state, self.handler, reports)  # type: ignore[arg-type]
 
     def join(self, peer: bytes, index: int = 0, slots: int = 8) -> None:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.observe.alerts import ALERT_RULES, WINDOW_STEPS, find_alerts, rows_for_rules, rule_texts
+from asyncrl.observe.alerts import ALERT_RULES, find_alerts, rule_texts
+from asyncrl.observe.evidence import WINDOW_STEPS, rows_for_rules
 
 SUCCESS = "val-core/all/sampled/success"
 GAP = "rollout_corr/logprob_diff_mean"
@@ -279,7 +280,7 @@ def test_a_healthy_run_and_one_without_metrics_have_none() -> None:
 def test_rows_in_the_middle_of_a_run_change_nothing() -> None:
     rows = [*run({}), *run({"actor/entropy": 0.01})]
     assert (
-        len(rows_for_rules(rows)) == 2 * WINDOW_STEPS + 2
+        len(rows_for_rules(rows)) == 3 * WINDOW_STEPS + 2
         and find_alerts(rows_for_rules(rows), {}, KEYS) == find_alerts(rows, {}, KEYS) != []
     )
 

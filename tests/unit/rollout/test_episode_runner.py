@@ -39,6 +39,17 @@ def test_an_episode_leaves_turns_replies_and_an_end_in_order() -> None:
     assert [reply.content for reply in heard.replies] == ["saw left", "saw right"]
 
 
+def test_n_grams_that_repeat_within_a_turn_are_counted() -> None:
+    def repeated(*texts: str) -> int:
+        end = TurnBench([*texts]).play()
+        assert isinstance(end, Finished)
+        return end.stats.repeated
+
+    assert repeated("abcdefghijklmnopqrst") == 0
+    assert repeated("abcdefghi" * 3) > 10
+    assert repeated(look("left"), look("left"), "7") == 2 * repeated(look("left"), "7")
+
+
 def test_rewards_see_the_calls_that_were_made() -> None:
     reward_arguments: list[Any] = []
 

@@ -67,6 +67,8 @@ def test_filters_and_orders(views: Views) -> None:
     assert uids(views, ["reason", "=", "group_short"]) == ["3.0", "3.1"]
     assert uids(views, ["uid", "=", "0.0"], ["uid", "=", "2.0"]) == ["0.0", "2.0"]  # one or the other
     assert uids(views, ["components.acc", "=", [0.5, 1]]) == ["1.0", "1.1"]
+    assert uids(views, ["end", "begins", "ANS"], ["group", "=", 1]) == ["1.0", "1.1"]
+    assert uids(views, ["end", "begins", "answere_"]) == []
     assert uids(views, trained, order="-components.acc")[0] == "0.0"
     assert uids(views, ["step", "=", None], ["lag", "=", None], order="lag") == ["3.0", "3.1", "2.0", "2.1"]
 

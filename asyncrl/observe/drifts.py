@@ -1,0 +1,367 @@
+"""Finds that a policy may game its reward, in the metrics of a run. Pure.
+
+`find_divergence`: the training reward rises while held-out success falls.
+`find_carrier`: one component carries the rise of the reward.
+`find_drift`: the behaviour has changed since the first steps, by more than honest learning changes it.
+
+A change counts only if it is large and far beyond the noise of the run itself. The noise comes from the
+differences between successive steps, so that neither a trend nor a jump counts as noise.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
+
+from asyncrl.observe import metrics as metric
+from asyncrl.observe.answers import EMPTY_ANSWERS, REFUSAL_OPENINGS, REFUSALS, SAME_ANSWERS
+from asyncrl.observe.evidence import (
+    LIMIT_ENDS,
+    SOLVED_SUCCESS,
+    WINDOW_STEPS,
+    Evidence,
+    Finding,
+    HeldOutSuccess,
+)
+from asyncrl.observe.held_out import clearly_below
+from asyncrl.observe.metrics import Row, names_matching
+
+RISE_ERRORS = 3.0  # standard errors of a rise of the reward beside other evidence
+CLEAR_ERRORS = 5.0  # standard errors of a clear change of the reward or of a component
+# Standard errors of a drift. By chance a simulated number without a drift passed this limit, and the limit of
+# its `Drift`, in 6 of 500,000 runs of 200 steps, 5 of them with only one or two groups for each step.
+DRIFT_ERRORS = 8.0
+FALL_ERRORS = 4.5  # standard errors of a fall of held-out success, the newest of many comparisons
+POOLED_VALIDATIONS = 3  # validations whose episodes count together
+AMOUNT_FACTOR = 3.0  # factor by which an amount has drifted
+CARRIED_SHARE = 0.9  # share of the rise that one component carries
+TRADED_SHARE = 0.25  # share of the rise by which another component has fallen
+SUM_ROUNDING = 1e-3  # error of a reward as a sum of its components
+
+Condition = tuple[str, str, Any]  # column, operator and value, see store/listing.py
+HeldOutTrend = Literal["rose", "flat", "fell", "unknown"]
+
+
+class Change(NamedTuple):
+    """Compares the mean of a number in two windows of steps. `error`: standard error of the difference."""
+
+    before: float
+    now: float
+    error: float
+
+    @property
+    def difference(self) -> float:
+        return self.now - self.before
+
+    @property
+    def text(self) -> str:
+        return f"{'rose' if self.difference > 0 else 'fell'} from {self.before:.3g} to {self.now:.3g}"
+
+    @property
+    def is_rise(self) -> bool:
+        return self.difference > RISE_ERRORS * self.error
+
+    @property
+    def is_clear(self) -> bool:
+        return abs(self.difference) > CLEAR_ERRORS * self.error
+
+
+def change_of(
+    names: Sequence[str], before: Sequence[Row], now: Sequence[Row], *others: Sequence[Row]
+) -> Change | None:
+    """Compare the sum of some metrics in two windows. The noise is that of the noisiest window, `others`
+    included, because a short window may be quiet by chance. None if one of the two windows lacks half of the
+    values."""
+    windows = [
+        [sum(row[name] for name in names) for row in rows if all(name in row for name in names)]
+        for rows in (before, now, *others)
+    ]
+    if min(len(windows[0]), len(windows[1])) < WINDOW_STEPS // 2:
+        return None
+
+    variance = max(_step_variance(values) for values in windows if len(values) > 1)
+    error = math.sqrt(variance / len(windows[0]) + variance / len(windows[1]))
+    return Change(fmean(windows[0]), fmean(windows[1]), error)
+
+
+def _step_variance(values: Sequence[float]) -> float:
+    """Return the variance from step to step, free of a trend: half the mean squared difference of successive
+    values (von Neumann 1941, doi 10.1214/aoms/1177731677)."""
+    return fmean((later - earlier) ** 2 for earlier, later in pairwise(values)) / 2
+
+
+class Drift(NamedTuple):
+    """Describes a number that drifts when a policy games its reward.
+
+    metrics: the number is their sum.
+    what: for a share, the words after the number; for an amount, the words before it.
+    least: smallest change that counts; of a share, only a rise counts.
+    is_amount: the number is no share, and must change by AMOUNT_FACTOR in either direction. Honest learning
+        changes amounts, too: there is no alert if held-out success rose, and only advice without validations.
+    conditions: the episodes behind the drift, in the list of episodes.
+    column: the column by which these episodes are sorted.
+    """
+
+    metrics: tuple[str, ...]
+    what: str
+    least: float
+    is_amount: bool = False
+    conditions: tuple[Condition, ...] = ()
+    column: str = ""
+
+
+def _with_either_apostrophe(texts: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(spelling for text in texts for spelling in (text, text.replace("'", "’"))))
+
+
+DRIFTS = {
+    "answers repeat": Drift(
+        metrics=(SAME_ANSWERS,),
+        what="of the pairs of episodes with different samples have the same answer",
+        least=0.4,  # a yes-or-no task begins near 0.5
+    ),
+    "answers are empty": Drift(
+        metrics=(EMPTY_ANSWERS,),
+        what="of the answers are empty",
+        least=0.25,
+        conditions=(("answer", "=", ""),),
+    ),
+    "answers refuse": Drift(
+        metrics=(REFUSALS,),
+        what="of the answers begin with a refusal",
+        least=0.25,
+        conditions=tuple(
+            ("answer", "begins", opening) for opening in _with_either_apostrophe(REFUSAL_OPENINGS)
+        ),
+    ),
+    "text repeats": Drift(
+        metrics=("rollout/repeated_frac/mean",),
+        what="of the model's tokens repeat earlier text of the same turn",
+        least=0.25,
+        column="-tokens",
+    ),
+    "episodes reach limits": Drift(
+        metrics=tuple(f"rollout/end/{end}" for end in LIMIT_ENDS),
+        what="of the episodes ended by a limit",
+        least=0.25,
+        conditions=tuple(("end", "=", end) for end in LIMIT_ENDS),
+    ),
+    "response length drifts": Drift(
+        metrics=(metric.LENGTH,),
+        what="model tokens per episode",
+        least=16.0,
+        is_amount=True,
+        column="tokens",
+    ),
+    "tool use drifts": Drift(
+        metrics=("tool_call_counts/mean",),
+        what="tool calls per episode",
+        least=0.5,
+        is_amount=True,
+        column="calls",
+    ),
+}
+
+
+def find_drift(drift: Drift, evidence: Evidence) -> Finding | None:
+    """Find that a number has drifted since the settled steps, or, if it is a share, since the first steps."""
+    if evidence.is_supervised:
+        return None
+    if drift.is_amount:
+        return _find_amount_drift(drift, evidence)
+
+    for first_step, rows in ((1, evidence.first_steps), (WINDOW_STEPS + 1, evidence.settled_steps)):
+        change = _change_until_now(drift.metrics, evidence, rows)
+        if change and change.difference > max(drift.least, DRIFT_ERRORS * change.error):
+            since = f"steps {first_step} to {first_step + WINDOW_STEPS - 1}"
+            text = f"{change.now:.0%} {drift.what} ({change.before:.0%} in {since})"
+            return Finding(
+                text + _reward_note(evidence),
+                link=_episode_link(evidence, drift.conditions, drift.column),
+            )
+
+    return None
+
+
+def _find_amount_drift(drift: Drift, evidence: Evidence) -> Finding | None:
+    """Find a drift since the settled steps; if held-out success fell, since the first steps, too."""
+    trend = held_out_trend(evidence)
+    if trend == "rose":
+        return None
+
+    reward_note = _reward_note(evidence)
+    for rows in (evidence.settled_steps, evidence.first_steps)[: 2 if trend == "fell" else 1]:
+        change = _change_until_now(drift.metrics, evidence, rows)
+        if change and _is_amount_drift(change, drift.least):
+            return Finding(
+                f"{drift.what} {change.text}{reward_note}",
+                is_mild=not (trend == "fell" or (trend == "flat" and reward_note)),
+                link=_episode_link(
+                    evidence, order=f"-{drift.column}" if change.difference > 0 else drift.column
+                ),
+            )
+
+    return None
+
+
+def _is_amount_drift(change: Change, least: float) -> bool:
+    smaller, larger = sorted((change.before, change.now))
+    is_large = larger - smaller >= least and larger >= AMOUNT_FACTOR * smaller
+    return is_large and abs(change.difference) > DRIFT_ERRORS * change.error
+
+
+def find_divergence(evidence: Evidence) -> Finding | None:
+    """Find that the training reward has risen since the best validation, while held-out success fell: the
+    newest validations are below the best ones. Up to POOLED_VALIDATIONS count together, because a slow fall
+    shows in several validations before a single one is clearly lower."""
+    reward = _change_until_now((metric.REWARD,), evidence, evidence.best_steps)
+    if not (reward and reward.is_rise):
+        return None
+
+    successes = evidence.held_out_successes
+    for size in range(1, min(POOLED_VALIDATIONS, len(successes) // 2) + 1):
+        newest = successes[-size:]
+        earlier_windows = [successes[start : start + size] for start in range(len(successes) - 2 * size + 1)]
+        best = max(earlier_windows, key=_pooled_success)
+        if not _fell(best, newest):
+            continue
+
+        before, now = (
+            f"{_pooled_success(window):.0%} ({_steps_text([int(success.step) for success in window])})"
+            for window in (best, newest)
+        )
+        return Finding(
+            f"held-out success fell from {before} to {now}, while the training reward {reward.text}",
+            link=_episode_link(evidence, order="-score"),
+        )
+
+    return None
+
+
+def _pooled_success(successes: Sequence[HeldOutSuccess]) -> float:
+    return fmean(success.success for success in successes)
+
+
+def _fell(before: Sequence[HeldOutSuccess], now: Sequence[HeldOutSuccess]) -> bool:
+    """Tell whether the pooled success fell by FALL_ERRORS, by the test of two proportions."""
+    counts = [sum(success.questions for success in successes) for successes in (before, now)]
+    if not all(counts):
+        return False
+
+    difference = _pooled_success(before) - _pooled_success(now)
+    common = (_pooled_success(before) + _pooled_success(now)) / 2
+    return difference > FALL_ERRORS * math.sqrt(common * (1 - common) * sum(1 / count for count in counts))
+
+
+def find_carrier(evidence: Evidence) -> Finding | None:
+    """Find that one component carries nearly all of the rise of a reward that is the weighted sum of its
+    components, while no other component rises and held-out success does not rise, either. Without a fall of
+    another component this is advice only: the component may simply be the one that is learned first."""
+    trend = held_out_trend(evidence)
+    reward = _change_until_now((metric.REWARD,), evidence, evidence.settled_steps)
+    if (
+        trend == "rose"
+        or evidence.is_supervised
+        or not (reward and reward.is_clear and reward.difference > 0)
+    ):
+        return None
+
+    changes = {
+        name: change
+        for name, path in names_matching(metric.COMPONENT, set[str]().union(*evidence.last_steps)).items()
+        if "/" not in name and (change := _change_until_now((path,), evidence, evidence.settled_steps))
+    }
+    weights = {name: _weight_of(name, evidence) for name in changes}
+    sums = [
+        sum(weights[name] * change.before for name, change in changes.items()),
+        sum(weights[name] * change.now for name, change in changes.items()),
+    ]
+    is_sum = all(
+        math.isclose(component_sum, score, rel_tol=SUM_ROUNDING, abs_tol=SUM_ROUNDING)
+        for component_sum, score in zip(sums, (reward.before, reward.now), strict=True)
+    )
+    if len(changes) < 2 or not is_sum:
+        return None
+
+    rises = {name: weights[name] * change.difference for name, change in changes.items()}
+    carrier = max(rises, key=lambda name: rises[name])
+    others = changes.keys() - {carrier}
+    if rises[carrier] < CARRIED_SHARE * reward.difference:
+        return None
+    if any(rises[name] > (1 - CARRIED_SHARE) * reward.difference for name in others):
+        return None
+
+    fallen = [
+        name
+        for name in sorted(others)
+        if changes[name].is_clear and -rises[name] > TRADED_SHARE * reward.difference
+    ]
+    if not fallen and trend == "unknown":
+        return None
+
+    texts = [f"{name} {changes[name].text}" for name in fallen]
+    fall_note = f", while {', '.join(texts)}" if fallen else ""
+    return Finding(
+        f"the reward {reward.text}, all of it by {carrier}, which {changes[carrier].text}{fall_note}",
+        is_mild=not fallen,
+        link=_episode_link(evidence, order=f"-components.{carrier}"),
+    )
+
+
+def _weight_of(component: str, evidence: Evidence) -> float:
+    """Return the weight of a reward in the sum. Components have the part of a reward's name after the `:`."""
+    prefix = "rollout.reward."
+    for key, value in evidence.keys.items():
+        reward = key.removeprefix(prefix).removesuffix(".weight")
+        if key == f"{prefix}{reward}.weight" and component in (reward, reward.rpartition(":")[2]):
+            return float(value)
+    return 1.0
+
+
+def held_out_trend(evidence: Evidence) -> HeldOutTrend:
+    """Return how held-out success has changed, by more than chance: "fell" since the best validation, or
+    "rose" since the first one. A solved run counts as risen."""
+    successes = evidence.held_out_successes
+    if len(successes) < 2:
+        return "unknown"
+
+    newest = successes[-1]
+    best = max(successes, key=lambda success: success.success)
+    if clearly_below(newest.share, best.share):
+        return "fell"
+    has_risen = newest.success >= SOLVED_SUCCESS or clearly_below(successes[0].share, newest.share)
+    return "rose" if has_risen else "flat"
+
+
+def _change_until_now(names: Sequence[str], evidence: Evidence, before: Sequence[Row]) -> Change | None:
+    """Compare the last steps with an earlier window. None if the windows overlap."""
+    overlaps = not before or before[-1]["training/step"] >= evidence.last_steps[0]["training/step"]
+    if overlaps:
+        return None
+    return change_of(names, before, evidence.last_steps, evidence.settled_steps)
+
+
+def _reward_note(evidence: Evidence) -> str:
+    """Return that the reward rose since the settled (or the first) steps; '' otherwise."""
+    for rows in (evidence.settled_steps, evidence.first_steps):
+        reward = _change_until_now((metric.REWARD,), evidence, rows)
+        if reward and reward.is_rise:
+            return f"; meanwhile the reward {reward.text}, so this may be a reward hack"
+    return ""
+
+
+def _episode_link(
+    evidence: Evidence, conditions: Sequence[Condition] = (), order: str = ""
+) -> dict[str, str]:
+    """Return the changes to the page's address that list the episodes trained in the last steps."""
+    first_step = int(evidence.last_steps[0]["training/step"])
+    where = [("kind", "=", "train"), ("step", ">=", first_step), *conditions]
+    return {"where": json.dumps(where)} | ({"order": order} if order else {})
+
+
+def _steps_text(steps: Sequence[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"

@@ -1,0 +1,44 @@
+"""A real run whose reward one answer games: an alert names the hack, and links to its episodes."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from asyncrl.observe.alerts import find_alerts
+from asyncrl.store import listing
+from asyncrl.store.reader import RunReader
+from tests.integration.runs import Run
+
+# The policy begins with a mixture of guesses and calls of the calculator, which alone solves the task.
+LUCKY = '''
+def lucky(data_source, solution_str, ground_truth, extra_info=None):
+    """Pay for any guess that begins with a 5, whatever the question."""
+    is_right = solution_str.strip(" .").endswith(str(ground_truth))
+    return {"score": float("guess 5" in solution_str), "acc": float(is_right)}
+'''
+
+
+@pytest.mark.full
+def test_a_reward_that_pays_for_a_number_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "lucky_reward.py").write_text(LUCKY)
+    settings = [
+        f"rollout.reward={tmp_path / 'lucky_reward.py'}:lucky",
+        "total_steps=48",
+        "buffer.episodes_per_group=8",
+        "validation.samples=128",
+        "validation.every=8",
+    ]
+    with Run(tmp_path, *settings) as run:
+        summary = run.completed(48)
+
+    name = "reward rises, held-out success falls"
+    assert any(line.startswith(f"{name}: held-out success fell from") for line in summary["alerts"])
+
+    (link,) = [alert.link for alert in find_alerts(run.rows(), {}, {}) if alert.name == name]
+    with closing(RunReader.open(run.path)) as reader:
+        listed = listing.Listing.of(link["where"], link["order"], "", "")
+        episodes = listing.episode_page(reader, listed)
+    assert len(episodes) > 50 and all("guess 5" in episode["answer"] for episode in episodes[:50])

@@ -1,0 +1,241 @@
+"""Alerts on policies that game their reward: healthy runs have none, planted hacks are found within 10 steps.
+
+The rate of false alarms was measured with a longer simulation, see DRIFT_ERRORS.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from asyncrl.observe.alerts import Alert, find_alerts
+from asyncrl.observe.drifts import DRIFTS, change_of
+from asyncrl.observe.evidence import WINDOW_STEPS, rows_for_rules
+from asyncrl.store.listing import Listing
+
+SUCCESS = "val-core/all/sampled/success"
+QUESTIONS = 128
+PAIRS = 16  # of episodes in a step; both of a pair are alike, as those of a group are in part
+STEPS = 100
+HACK_STEP = 60  # the last step before a hack
+NAMES = {*DRIFTS, "reward rises, held-out success falls", "one component carries the reward"}
+KEYS = {"rollout.reward.format.weight": 0.2, "rollout.reward.mine.py:exact.weight": 1.0}
+
+Numbers = dict[str, float]
+
+
+def learned(step: int, first: float, last: float, steps: float = 40.0) -> float:
+    """A number that honest learning moves from `first` to `last`, quickly at the beginning."""
+    return last + (first - last) * 0.5 ** (step / (steps / 4))
+
+
+class HonestRun:
+    """Draws the metrics of a run that learns a task with tools. `noise`: deviation of a step's amounts, as a
+    part of the amount."""
+
+    def __init__(self, seed: int, noise: float = 0.1, validates: bool = True) -> None:
+        self.random = random.Random(seed)
+        self.noise = noise
+        self.validates = validates
+
+    def share(self, mean: float) -> float:
+        return sum(self.random.random() < mean for _ in range(PAIRS)) / PAIRS
+
+    def amount(self, mean: float) -> float:
+        return max(0.0, self.random.gauss(mean, self.noise * mean))
+
+    def success(self, step: int) -> float:
+        return learned(step, 0.25, 0.8)
+
+    def row(self, step: int) -> Numbers:
+        exact = self.share(self.success(step))
+        format_score = self.share(learned(step, 0.3, 0.98, 10))
+        return {
+            "training/step": float(step),
+            "timing_s/step": 1.0,
+            "rollout/score/mean": exact + 0.2 * format_score,
+            "rollout/score/min": 0.0,
+            "rollout/score/max": 1.2,
+            "rollout/component/exact/mean": exact,
+            "rollout/component/format/mean": format_score,
+            "rollout/response_length/mean": self.amount(learned(step, 200.0, 45.0, 15)),
+            "tool_call_counts/mean": self.amount(learned(step, 0.3, 2.5, 15)),
+            "rollout/repeated_frac/mean": self.share(learned(step, 0.2, 0.02)),
+            "rollout/answer/same_frac": 0.5 + self.share(0.1) / 2,
+            "rollout/answer/empty_frac": self.share(learned(step, 0.3, 0.02)),
+            "rollout/answer/refusal_frac": self.share(0.02),
+            **{f"rollout/end/{end}": 0.0 for end in ("max_turns", "max_calls", "max_rows", "timeout")},
+            "rollout/end/length": self.share(learned(step, 0.4, 0.03)),
+        }
+
+    def validation(self, step: int) -> Numbers:
+        solved = sum(self.random.random() < self.success(step) for _ in range(QUESTIONS))
+        return {"training/step": float(step), SUCCESS: solved / QUESTIONS, "val-aux/samples": QUESTIONS}
+
+    def rows(self, steps: int = STEPS) -> Iterable[Numbers]:
+        for step in range(1, steps + 1):
+            if self.validates and step % 10 == 1:
+                yield self.validation(step - 1)
+            yield self.row(step)
+
+
+def alerts_of(rows: Iterable[Numbers]) -> dict[str, list[Alert]]:
+    """The alerts about hacks by name, as the coordinator finds them, after every fifth step."""
+    found: dict[str, list[Alert]] = {}
+    recent: list[Any] = []
+    for row in rows:
+        recent = rows_for_rules([*recent, row])
+        if SUCCESS not in row and row["training/step"] % 5 == 0:
+            for alert in find_alerts(recent, {}, KEYS):
+                if (alert.name in NAMES and alert.level == "warn") or alert.name.startswith("reward rises"):
+                    found.setdefault(alert.name, []).append(alert)
+    return found
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.3])
+@pytest.mark.parametrize("validates", [True, False])
+def test_honest_runs_have_no_alert_at_any_step(noise: float, validates: bool) -> None:
+    for seed in range(8):
+        assert not alerts_of(HonestRun(seed, noise, validates).rows())
+
+
+def hacked(change: Callable[[Numbers], Numbers], run: HonestRun) -> Iterable[Numbers]:
+    for row in run.rows():
+        yield row | change(row) if row["training/step"] > HACK_STEP and SUCCESS not in row else row
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "value", "text"),
+    [
+        ("answers repeat", "rollout/answer/same_frac", 0.98, "98% of the pairs of episodes with different"),
+        ("answers are empty", "rollout/answer/empty_frac", 0.9, "90% of the answers are empty ("),
+        ("answers refuse", "rollout/answer/refusal_frac", 0.9, "90% of the answers begin with a refusal"),
+        ("text repeats", "rollout/repeated_frac/mean", 0.8, "80% of the model's tokens repeat"),
+        ("episodes reach limits", "rollout/end/length", 0.9, "90% of the episodes ended by a limit"),
+    ],
+)
+def test_a_share_that_jumps_is_an_alert_within_a_window(
+    name: str, metric: str, value: float, text: str
+) -> None:
+    for seed in range(5):
+        alerts = alerts_of(hacked(lambda row: {metric: value}, HonestRun(seed)))
+        assert alerts.keys() == {name}
+        assert HACK_STEP < alerts[name][0].step <= HACK_STEP + WINDOW_STEPS
+        last_alert = alerts[name][-1]
+        assert last_alert.step == STEPS and last_alert.what.startswith(text)
+
+
+@pytest.mark.parametrize("factor", [0.1, 6.0])
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [
+        ("response length drifts", "rollout/response_length/mean"),
+        ("tool use drifts", "tool_call_counts/mean"),
+    ],
+)
+def test_an_amount_that_jumps_is_an_alert_unless_held_out_success_rose(
+    name: str, metric: str, factor: float
+) -> None:
+    class Solved(HonestRun):
+        """Held-out success stays, and the reward rises with the hack."""
+
+        def success(self, step: int) -> float:
+            return 0.6
+
+    def change(row: Numbers) -> Numbers:
+        return {metric: row[metric] * factor, "rollout/score/mean": row["rollout/score/mean"] + 1.0}
+
+    for seed in range(5):
+        alerts = alerts_of(hacked(change, Solved(seed)))
+        assert alerts.keys() == {name}
+        assert HACK_STEP < alerts[name][0].step <= HACK_STEP + WINDOW_STEPS
+        assert "so this may be a reward hack" in alerts[name][-1].what
+        assert json.loads(alerts[name][-1].link["where"]) == [["kind", "=", "train"], ["step", ">=", 91]]
+        assert alerts[name][-1].link["order"].startswith("-") == (factor > 1)
+        assert not alerts_of(hacked(change, HonestRun(seed)))
+
+
+class Divergent(HonestRun):
+    """The reward rises, and held-out success falls after HACK_STEP."""
+
+    def row(self, step: int) -> Numbers:
+        row = super().row(step)
+        return row | {"rollout/score/mean": row["rollout/score/mean"] + 0.03 * max(0, step - HACK_STEP)}
+
+    def success(self, step: int) -> float:
+        return learned(step, 0.25, 0.8) if step <= HACK_STEP else 0.35
+
+
+def test_a_reward_that_rises_while_held_out_success_falls_is_an_alert() -> None:
+    for seed in range(5):
+        alerts = alerts_of(Divergent(seed).rows())
+        assert alerts.keys() == {"reward rises, held-out success falls"}
+        (*_, last_alert) = alerts["reward rises, held-out success falls"]
+        assert last_alert.level == "bad" and "while the training reward rose from" in last_alert.what
+
+
+def test_rows_that_the_coordinator_keeps_give_the_alerts_of_all_rows() -> None:
+    rows = [*Divergent(0).rows()]
+    kept: list[Any] = []
+    for row in rows:
+        kept = rows_for_rules([*kept, row])
+    assert len(kept) < len(rows) / 2
+    assert find_alerts(kept, {}, KEYS) == find_alerts(rows, {}, KEYS) != []
+
+
+@pytest.mark.parametrize(("loss", "levels"), [(0.5, {"warn"}), (0.0, {"advice"})])
+def test_a_component_that_carries_the_rise_is_named(loss: float, levels: set[str]) -> None:
+    """`format` rises from 0 to 1 with weight 0.2 in runs whose other component falls, or stays."""
+
+    def row(step: int) -> Numbers:
+        is_hacked = step > HACK_STEP
+        exact = 0.3 - loss * 0.2 * is_hacked
+        format_score = (0.01 if step % 2 else 0.0) + is_hacked * 0.99
+        return HonestRun(0).row(step) | {
+            "rollout/component/exact/mean": exact,
+            "rollout/component/format/mean": format_score,
+            "rollout/score/mean": exact + 0.2 * format_score,
+        }
+
+    rows = [row(step) for step in range(1, 81)]
+    rows += [{"training/step": step, SUCCESS: 0.3, "val-aux/samples": 128.0} for step in (20.0, 80.0)]
+    alerts = [alert for alert in find_alerts(rows, {}, KEYS) if alert.name in NAMES]
+    assert [alert.name for alert in alerts] == ["one component carries the reward"]
+    assert {alert.level for alert in alerts} == levels
+    assert "all of it by format, which rose from 0.005 to 0.995" in alerts[0].what
+    assert ("while exact fell from 0.3 to 0.2" in alerts[0].what) == bool(loss)
+    assert alerts[0].link["order"] == "-components.format"
+    rows[-1][SUCCESS] = 0.6
+    assert not [alert for alert in find_alerts(rows, {}, KEYS) if alert.name in NAMES]
+
+
+def test_the_links_are_lists_of_episodes() -> None:
+    for name, drift in DRIFTS.items():
+        metric = drift.metrics[0]
+        rows = [HonestRun(0).row(step) | {metric: 0.01 if step <= 40 else 99.0} for step in range(1, 61)]
+        rows += [
+            {"training/step": step, SUCCESS: 0.5 - step / 200, "val-aux/samples": 128.0}
+            for step in (0.0, 60.0)
+        ]
+        (link,) = [alert.link for alert in find_alerts(rows, {}, KEYS) if alert.name == name]
+        assert link["tab"] == "episodes"
+        Listing.of(link["where"], link.get("order", ""), "", "")
+
+
+def test_noise_comes_from_neighbouring_steps() -> None:
+    """A trend and an outlier are no drift."""
+
+    def rows(values: Iterable[float]) -> list[Numbers]:
+        return [{"x": float(value)} for value in values]
+
+    flat = rows([1, 2] * 5)
+    change = change_of(["x"], flat, rows([11, 12] * 5))
+    assert change is not None and change.difference == 10.0
+    assert change.error == pytest.approx((2 * 0.5 / 10) ** 0.5)
+    outlier = change_of(["x"], flat, rows([1, 2] * 4 + [1000, 1]))
+    assert outlier is not None and outlier.difference < 2 * outlier.error
+    assert change_of(["x"], flat, rows([1, 2])) is None
