@@ -226,6 +226,20 @@ def test_a_group_whose_greedy_episode_is_given_up_is_dropped_at_once(
     assert batches.next_part(1, 0, 1) is None and buffer.settled_counts[State.DROPPED] == 1
 
 
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_baseline_counts_all_members_that_were_issued_but_the_greedy_one(greedy: bool) -> None:
+    """Two of three members land, and the third fails: dr_grpo divides by three."""
+    buffer, batches = make(greedy=greedy, groups_per_batch=1, episodes_per_group=3)
+    admit(buffer, 1)
+    land_group(buffer, 0, 1.0, 0.0)
+    if greedy:
+        land(buffer, "0.3", 0.25)
+    give_up(buffer, "0.2")
+
+    assert batches.next_part(1, 0, 1) == ["0.0", "0.1"]
+    assert (len(batches.baselines[0].results), batches.baselines[0].issued) == (2, 3)
+
+
 def test_it_is_not_what_hold_waits_for() -> None:
     buffer, _ = world(on_stale="hold", target_staleness=4)
     for uid in ("0.0", "0.1", "0.2", "1.0", "1.1", "1.2"):
