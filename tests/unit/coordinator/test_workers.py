@@ -419,6 +419,7 @@ def test_an_end_that_cannot_be_fails_the_episode_and_nothing_else(
         (turn_payload(context=()), "which nothing predicts"),
         (turn_payload(row=1), "got row 1 after 0 rows"),
         (turn_payload(routes=Routes(0, 19, b"odd")), "routes of 19 tokens from position 0 in"),
+        (turn_payload(routes=Routes(0, 19, bytes(19))), "routes of 19 tokens from position 0 in"),
         (turn_payload(routes=Routes(0, 19, b"")), "routes of 19 tokens from position 0 in"),
         (turn_payload(routes=Routes(0, 0, b"1234")), "routes of 0 tokens from position 0 in"),
         (turn_payload(index=1), "got turn 1 where turn 0 was expected"),

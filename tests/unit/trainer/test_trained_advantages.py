@@ -91,6 +91,12 @@ def test_a_token_that_the_reference_cannot_score_changes_nothing_else() -> None:
     assert view["reference"].tolist() == [-1, 0, -1, 0] and view["prox"][1] == 0
 
 
+def test_a_stale_token_is_not_trainable_for_a_loss_that_looks_at_the_whole_batch() -> None:
+    is_stale = np.array([False, True, False, False])
+    sample = replace(one(2), advantage=np.ones(4), stale=is_stale)
+    assert _loss_arrays(sample)["trainable"].tolist() == (~is_stale).tolist()
+
+
 # -- agents with rewards of their own ----------------------------------------------------------------
 
 
