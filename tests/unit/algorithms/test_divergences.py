@@ -192,21 +192,37 @@ def test_the_sampled_token_is_a_class_once_and_a_small_rest_is_not_lost() -> Non
     assert found.sum(-1).tolist() == pytest.approx([1.0, 1.0])
 
 
-def test_ids_that_the_policy_lacks_or_that_come_twice_are_among_the_others() -> None:
-    table = torch.arange(5.0, dtype=torch.float64).log_softmax(-1).expand(2, 5)
-    labels = torch.tensor([1, 0])
-    teacher = Teacher("forward", 3)
-    top = torch.tensor([[0.3, 0.2, 0.1]], dtype=torch.float64).log().expand(2, 3)
+@pytest.mark.parametrize(
+    ("ids", "label", "classes_of_top"),
+    [
+        pytest.param([2, 7, -1], 1, {0: 2}, id="lacking"),
+        pytest.param([0, 3, 0], 1, {1: 3}, id="repeated"),
+        pytest.param([1, 3, 2], 1, {1: 3, 2: 2}, id="sampled"),
+        pytest.param([0, 3, 0], 0, {1: 3}, id="repeated and sampled"),
+    ],
+)
+def test_ids_that_the_policy_lacks_or_that_are_repeated_or_sampled_are_no_classes_of_their_own(
+    ids: list[int], label: int, classes_of_top: dict[int, int]
+) -> None:
+    """`classes_of_top`: token of the policy by position among the teacher's likeliest. The sampled token is a
+    class, and all others are the last one."""
+    table = torch.arange(5.0, dtype=torch.float64).log_softmax(-1)[None]
+    top = [0.3, 0.2, 0.1]
     teacher_scores = TeacherScores(
-        torch.tensor([[2, 7, -1], [0, 3, 0]]), top, torch.full((2,), 0.25, dtype=torch.float64).log()
+        torch.tensor([ids]),
+        torch.tensor([top], dtype=torch.float64).log(),
+        torch.tensor([0.25], dtype=torch.float64).log(),
     )
-    found = distances(table, labels, teacher_scores, teacher)["divergence"]
-    p = table[0].exp()
-    wanted = [
-        sum(t * math.log(t / q) for t, q in ((0.3, p[2]), (0.25, p[1]), (0.45, 1 - p[2] - p[1]))),
-        sum(t * math.log(t / q) for t, q in ((0.2, p[3]), (0.25, p[0]), (0.55, 1 - p[3] - p[0]))),
-    ]
-    assert found.tolist() == pytest.approx(wanted)
+
+    found = distances(table, torch.tensor([label]), teacher_scores, Teacher("forward", 3))["divergence"]
+
+    policy = table[0].exp().tolist()
+    teacher_classes = [*(top[position] for position in classes_of_top), 0.25]
+    policy_classes = [*(policy[token] for token in classes_of_top.values()), policy[label]]
+    teacher_classes.append(1 - sum(teacher_classes))
+    policy_classes.append(1 - sum(policy_classes))
+    wanted = sum(t * math.log(t / p) for t, p in zip(teacher_classes, policy_classes, strict=True))
+    assert found.item() == pytest.approx(wanted)
 
 
 # -- states that an older policy visited -------------------------------------------------------------------

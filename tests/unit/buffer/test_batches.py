@@ -137,6 +137,31 @@ def test_a_restarted_trainer_is_given_the_same_plans() -> None:
     assert not batches.by_step and not batches.planned_episodes
 
 
+def test_a_commit_that_is_repeated_leaves_the_refills_of_the_next_batch() -> None:
+    buffer, batches = make(filter_zero_variance=True)
+    admit(buffer, 3)
+    land_group(buffer, 0, 1.0, 0.0), land_group(buffer, 1, 1.0, 0.0)
+    trained_uids = train(batches)
+    land_group(buffer, 2, 1.0, 1.0)
+
+    batches.commit_batch(1, trained_uids)
+    assert (buffer.committed, buffer.refills) == (1, 1)
+
+
+def test_of_skipped_steps_no_plan_is_left_and_no_episode_is_taken() -> None:
+    """The checkpoint of step 1 has trained three of its four episodes; the payload of the fourth was lost."""
+    buffer, batches = make()
+    admit(buffer, 2)
+    land_group(buffer, 0, 1.0, 0.0), land_group(buffer, 1, 1.0, 0.0)
+    planned_uids = batches.next_part(1, 0, 1) or []
+    buffer.mark_trained([buffer.episodes[uid] for uid in planned_uids[:3]])
+
+    batches.skip_to(1)
+    assert not batches.by_step and buffer.committed == 1
+    account = buffer.account()
+    assert (account.trained, account.dropped, account.taken) == (3, 1, 0) and account.conserved
+
+
 def test_a_plan_is_stored_with_the_ranks_and_the_budget_that_it_was_last_handed_out_for() -> None:
     """Also where it was committed before: who trains it again deals and cuts it so."""
     buffer, batches = make()

@@ -99,6 +99,12 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, int], list[list[str]]]] = 
         {"filtered": 2, "trained": 5, "in_flight": 2},
         [["0.2", *NEXT, "2.0", "2.1"]],
     ),
+    "nor of one that streams in": (
+        {"episodes_per_group": 3, **FILTER, **LATE, "groups_per_batch": 2, "micro_batch_tokens": 20},
+        "+3 0.2~ 0.0=1 0.1=1 @5 @6 0.2=0 M 1m M ? 2m T",
+        {"filtered": 2, "trained": 7},
+        [["0.2", *NEXT, "1.2", "2.0", "2.1", "2.2"]],
+    ),
     "such a late member is trained when the data is over": (
         {"rows": 1, "episodes_per_group": 3, **FILTER, **LATE, "epochs": 1},
         *("+1 0.2~ 0.0=1 0.1=1 @5 ? @6 0.2=0 T ?", {"filtered": 2, "trained": 1}, [["0.2"]]),
@@ -178,10 +184,10 @@ def flow(buffer: ReplayBuffer) -> EpisodeAccount:
 
 
 def test_a_group_has_one_member_more() -> None:
-    buffer, _ = world()
+    buffer, _ = world(target_staleness=4)
     assert [buffer.episodes[uid].greedy for uid in buffer.live_groups[0].members] == [False, False, True]
     assert flow(buffer).issued == 6
-    assert not buffer.can_admit(free_slots=2, total_slots=100)
+    assert [buffer.can_admit(free_slots, total_slots=100) for free_slots in (2, 3)] == [False, True]
 
 
 def test_its_reward_is_the_baseline_and_it_leaves_as_filtered() -> None:
@@ -224,6 +230,20 @@ def test_a_group_whose_greedy_episode_is_given_up_is_dropped_at_once(
     assert (account.failed, account.dropped, list(buffer.live_groups)) == (1 + failed, 2 - failed, [1])
     assert buffer.reasons[f"{State.DROPPED}/{DropReason.GROUP_SHORT}"] == 2 - failed
     assert batches.next_part(1, 0, 1) is None and buffer.settled_counts[State.DROPPED] == 1
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_baseline_counts_all_members_that_were_issued_but_the_greedy_one(greedy: bool) -> None:
+    """Two of three members land, and the third fails: dr_grpo divides by three."""
+    buffer, batches = make(greedy=greedy, groups_per_batch=1, episodes_per_group=3)
+    admit(buffer, 1)
+    land_group(buffer, 0, 1.0, 0.0)
+    if greedy:
+        land(buffer, "0.3", 0.25)
+    give_up(buffer, "0.2")
+
+    assert batches.next_part(1, 0, 1) == ["0.0", "0.1"]
+    assert (len(batches.baselines[0].results), batches.baselines[0].issued) == (2, 3)
 
 
 def test_it_is_not_what_hold_waits_for() -> None:

@@ -65,6 +65,14 @@ def test_delayed_entry_is_at_risk_only_from_then() -> None:
     assert window.quantile(1.0, 9.0) == 3.0
 
 
+def test_a_life_that_ends_when_the_window_begins_is_never_at_risk() -> None:
+    window = Lifetimes(1)
+    for key, began in (("left", 0.0), ("stays", 1.0)):
+        window.begin_life(key, began)
+        window.end_lives(key, 2.0)
+    assert window.quantile(0.5, 9.0) == math.inf
+
+
 def test_a_window_over_a_steady_stream_is_unbiased() -> None:
     """10,000 exponential lives of mean 5 begin ten a second: the newest 2,000 give its quantiles."""
     rng = np.random.default_rng(1)
@@ -98,6 +106,8 @@ def test_weight_that_runs_and_is_older() -> None:
     assert [lifetimes.running_weight(than) for than in (1.0, 2.0, 4.0)] == [0, 20, 30]
     lifetimes.end_lives("b", 4.0)
     assert lifetimes.running_weight(2.0) == 10
+    assert [lifetimes.ended_weight(ended_after, began_before=2.0) for ended_after in (3.0, 4.0)] == [10, 0]
+    assert lifetimes.ended_weight(ended_after=3.0, began_before=1.0) == 0
     lifetimes.forget_lives("a")
     assert lifetimes.running_weight(4.0) == 0
 

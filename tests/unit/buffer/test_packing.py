@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from itertools import chain, pairwise
 
 from hypothesis import given, settings
@@ -54,6 +55,8 @@ def test_units_are_of_one_key_and_fit_the_budget_or_are_one_piece(
         first, *other_pieces = (drawn[index] for index in unit.members)
         alone = first.tokens + sum(piece.tokens - min(piece.shared, first.shared) for piece in other_pieces)
         assert unit.tokens == alone and (alone <= budget or not other_pieces)
+        attention = sum(piece.attention for piece in (first, *other_pieces))
+        assert math.isclose(unit.work, alone + attention)
 
 
 @settings(deadline=None)

@@ -46,6 +46,14 @@ def test_a_lost_worker_keeps_the_durable_turns() -> None:
     assert running_attempt(buffer.episodes, "0.0", 0) is None  # the old attempt is fenced
 
 
+def test_the_versions_of_an_episode_are_the_oldest_and_the_newest_of_all_its_turns() -> None:
+    """The second turn is sampled by a server that has older weights."""
+    episode = EpisodeRecord("0.0", 0, 0)
+    episode.add_turn(tokens=20, model_tokens=10, oldest=3, newest=5)
+    episode.add_turn(tokens=20, model_tokens=10, oldest=2, newest=4)
+    assert (episode.oldest, episode.newest) == (2, 5)
+
+
 @pytest.mark.parametrize(
     ("reason", "turns"),
     [(FailReason.SETUP_FAILED, 1), (FailReason.TESTS_FAILED_TO_RUN, 1), (FailReason.REWARD_ERROR, 0)],
@@ -104,6 +112,15 @@ def test_where_too_few_land_in_time_the_first_two_are_compared_and_later_ones_wi
     }
     first, second = map(float, order[:2])
     assert rewards == {m: [first, second] if m in order[:2] else [first] for m in range(4)}
+
+
+def test_late_members_are_compared_with_all_members_that_landed_in_time_if_two_did() -> None:
+    buffer, _ = make(group_policy="partial", group_deadline=5.0, episodes_per_group=3)
+    admit(buffer, 1)
+    run(buffer, "0.1")
+    land(buffer, "0.0", 1.0), land(buffer, "0.2", 0.0)
+    buffer.settle_overdue(now=5.0)
+    assert buffer.live_groups[0].late_siblings == (0, 2)
 
 
 def test_who_lands_after_the_deadline_is_late_though_no_tick_has_come() -> None:

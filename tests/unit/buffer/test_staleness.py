@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.buffer.records import NEVER_STALE
@@ -71,6 +71,7 @@ def test_an_empty_histogram_is_zero() -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 10**6))
+@example(32)
 def test_length_buckets_are_powers_of_two(tokens: int) -> None:
     low = length_bucket(tokens)
     assert (low == 0 and tokens < 32) or low <= tokens < 2 * low
@@ -284,6 +285,14 @@ def test_a_batch_that_was_closed_short_has_no_places_left() -> None:
     assert {needed for needed, _ in assignable_episodes(buffer)} == {0}  # due in batch 1, while that is open
     assert batches.next_part(2, 1, 1) == []
     assert {needed for needed, _ in assignable_episodes(buffer)} == {1}
+
+
+def test_a_group_whose_oldest_version_changes_gives_its_former_slots_back() -> None:
+    """At V = 7 a group of version 6 is due one batch after the current one, a group of version 5 at once."""
+    slots = GroupSlots(7, free_slots=2, slots_per_batch=2, max_staleness=2, oldest_versions=[6, 6])
+    assert slots.slots_left == [2, 2, 4]
+    slots.move_group(6, 5)
+    assert slots.slots_left == [1, 2, 4]
 
 
 def fits(step: int, free: int, per_batch: int, bound: int, floors: list[int]) -> bool:

@@ -55,6 +55,13 @@ def test_news_extend_the_row_after_the_very_ids_of_the_model() -> None:
     assert shape(branches) == [0, 0]
 
 
+def test_of_equal_rows_the_first_is_extended() -> None:
+    branches = Branches(rules())
+    said = say(branches, "42", USER)
+    say(branches, "42", USER)
+    assert placed(branches, USER, said, AGAIN).row == 0
+
+
 def test_where_adapters_are_by_agent_a_row_is_of_one() -> None:
     for apart, rows in ((False, [0, 0]), (True, [0, 1])):
         branches = Branches(dataclasses.replace(rules(), rows_apart=apart))
@@ -293,6 +300,21 @@ def test_an_agent_that_goes_on_after_a_refusal_is_not_held_to_it() -> None:
     assert branches.end is EpisodeEnd.DONE
 
 
+def test_the_answer_to_a_side_request_does_not_undo_a_refusal() -> None:
+    branches = Branches(rules(max_turns=1), is_untrained=lambda request: request.agent == "titles")
+    say(branches, "42", USER)
+    assert isinstance(branches.place_request(AgentRequest((AGAIN,))), Refusal)
+    say(branches, "Questions", USER, agent="titles")
+    assert branches.end is EpisodeEnd.MAX_TURNS
+
+
+def test_a_row_needs_room_for_one_token_of_the_answer() -> None:
+    prompt_tokens = len(placed(Branches(rules()), USER).ids)
+    refusal = Branches(rules(max_tokens=prompt_tokens)).place_request(AgentRequest((USER,)))
+    assert isinstance(refusal, Refusal) and refusal.end is EpisodeEnd.LENGTH
+    assert placed(Branches(rules(max_tokens=prompt_tokens + 1)), USER).max_new_tokens == 1
+
+
 def test_a_request_can_lower_the_limit_of_a_turn_and_the_row_does() -> None:
     branches = Branches(rules(max_tokens=100, max_new_tokens=50))
     assert placed(branches, USER).max_new_tokens == 50
@@ -399,6 +421,7 @@ def test_a_turn_that_its_row_goes_on_from_was_heard() -> None:
     answered(branches, placed(branches, USER, said, AGAIN), "43")
     branches.mark_undelivered(branches.turns[0])
     assert branches.redeliver(AgentRequest((USER,))) is None
+    assert branches.redeliver(AgentRequest((USER, said, AGAIN))) is None
 
 
 TRIES: dict[str, tuple[tuple[int, ...], list[int]]] = {

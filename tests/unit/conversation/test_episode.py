@@ -159,6 +159,7 @@ SPAN = VersionSpan(0, 2, 0, 0)
         Generation((65, END), (-1.0, -1.0), (VersionSpan(0, 1, 0, 0),), StopReason.STOP),
         Generation((65, END), (-1.0, -1.0), (SPAN, VersionSpan(1, 2, 0, 0)), StopReason.STOP),
         Generation((65, END), (-1.0, -1.0), (VersionSpan(1, 2, 0, 0),), StopReason.STOP),
+        Generation((65, END), (-1.0, -1.0), (VersionSpan(0, 0, 1, 1), SPAN), StopReason.STOP),
         Generation((65, 66), (-1.0, -1.0), (SPAN,), StopReason.STOP),
     ],
 )

@@ -86,8 +86,12 @@ def test_parts_alone_outlive_the_worker_and_the_coordinator(setup: WorkerSetup, 
     assert stored_episode.open == setup.state.ledger.buffer.episodes[first.uid].open
     message, frames = lost(setup, first.uid)
     assert (message.parts, frames) == (2, [part(0), part(4)])
+    waiting_tokens = setup.state.ledger.buffer.waiting_tokens
+    assert waiting_tokens.running_weight(began_before=math.inf) == 8  # four tokens of each part
+
     end = Failed(1, message.attempt, FailReason.NOT_REPEATED, "")
     setup.records.process_record(B, end, [], LATE)
+    assert waiting_tokens.running_weight(began_before=math.inf) == 0
     episode = setup.state.ledger.buffer.episodes[first.uid]
     assert not episode.open and setup.state.ledger.buffer.abandoned_tokens == 0  # no durable turn had them
     setup.state.journal.persist()

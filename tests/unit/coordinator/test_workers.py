@@ -421,6 +421,7 @@ def test_an_end_that_cannot_be_fails_the_episode_and_nothing_else(
         (turn_payload(context=()), "must not start with a token that the model sampled"),
         (turn_payload(row=1), "expected a row from 0 to 0, got row 1"),
         (turn_payload(routes=Routes(0, 19, b"odd")), "invalid routes (19 tokens from position 0,"),
+        (turn_payload(routes=Routes(0, 19, bytes(19))), "invalid routes (19 tokens from position 0,"),
         (turn_payload(routes=Routes(0, 19, b"")), "invalid routes (19 tokens from position 0,"),
         (turn_payload(routes=Routes(0, 0, b"1234")), "invalid routes (0 tokens from position 0,"),
         (turn_payload(index=1), "expected turn 0, got turn 1"),

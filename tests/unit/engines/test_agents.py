@@ -17,7 +17,7 @@ from asyncrl.weights.adapters import Adapters
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from tests.fakes.weights import publish
 
-from .tiny import ask, assert_logprobs, prompt, serve, tiny
+from .tiny import ask, assert_logprobs, generated, prompt, serve, tiny
 
 pytestmark = pytest.mark.slow
 
@@ -89,6 +89,29 @@ async def test_rows_of_several_agents_in_one_step(
         for packed_values, expected in ((base.logprobs, id_logprobs), (base.top, top)):
             assert np.allclose(np.frombuffer(packed_values, "<f4"), expected.flatten(), atol=2e-5)
         assert np.frombuffer(base.ids, "<i4").tolist() == ids.flatten().tolist()
+    await engine.close()
+
+
+async def test_no_agent_copies_the_prefix_of_another_after_a_sleep_that_the_first_adapters_end(
+    tmp_path: Path,
+) -> None:
+    """The prompts are the same, and before the adapters arrive, so is their KV. The coder's request waits for
+    the planner's when the engine wakes up."""
+    engine = serve(slots=2, stepwise=True)
+    requests = [replace(ask(prompt(40), 30, agent), agent=agent) for agent in SIZES]
+    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    await generated(engine, 6)
+    await engine.sleep()
+    ref, alone = published(tmp_path, 1)
+    await engine.load(ref)
+
+    for request, generation in zip(requests, await asyncio.gather(*tasks), strict=True):
+        early_span, late_span = generation.spans
+        assert (early_span.version, late_span.version) == (0, 1)
+        cut = late_span.start
+        late_request = replace(request, ids=request.ids + generation.ids[:cut])
+        late_part = replace(generation, ids=generation.ids[cut:], logprobs=generation.logprobs[cut:])
+        assert_logprobs(alone[request.agent], late_request, late_part)
     await engine.close()
 
 

@@ -70,6 +70,7 @@ def test_a_copy_is_all_that_a_resume_needs_and_counts_the_rest(tmp_path: Path) -
                 ):
                     if uid in run.sent:
                         assert list(reader.turn_frames(uid, 1)) == [run.sent[uid], b""]
+                assert reader.rows("SELECT count(*) FROM frames WHERE spare") == [(0,)]
                 count = "SELECT count(*) FROM episodes"
                 smaller += reader.rows(count)[0][0] < original.rows(count)[0][0]
 

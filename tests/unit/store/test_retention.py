@@ -169,6 +169,40 @@ def test_a_turn_forgets_one_batch_and_a_restart_goes_on_with_it(tmp_path: Path) 
     again.store.close()
 
 
+def test_the_newest_group_stays_though_all_groups_are_over(tmp_path: Path) -> None:
+    """The number of the next group follows from the newest one."""
+    run = Coordinator(tmp_path, 0, Random(0))
+    run.store._segments.segment_bytes = 1  # each payload has a segment of its own
+    admit(run.buffer, 2)
+    for uid in list(run.buffer.episodes):
+        run.store.put_frame(uid, 0, "generated", b"payload")
+        land(run.buffer, uid, 1.0)  # groups of equal rewards are filtered
+    run.store.put_frame("val1/sampled/0", 0, "generated", b"a later payload")
+    run.forget()
+
+    assert [group.id for group in run.store.reader.groups()] == [1]
+    assert run.store.reader.load_run().next_group == 2
+    run.store.close()
+
+
+def test_a_plan_stays_until_a_checkpoint_covers_it_though_a_lost_payload_goes(tmp_path: Path) -> None:
+    run = Coordinator(tmp_path, 0, Random(0))
+    run.store._segments.segment_bytes = 1  # each payload has a segment of its own
+    admit(run.buffer, 2)
+    for uid in list(run.buffer.episodes):
+        run.store.put_frame(uid, 0, "generated", b"payload")
+        land(run.buffer, uid, float(uid[-1]))
+    planned_uids = run.batches.next_part(1, 0, 1) or []
+    run.batches.mark_lost(1, planned_uids[0])
+    run.batches.commit_batch(1, planned_uids[1:])
+    run.forget()
+
+    frames = [frame for uid in planned_uids for frame in run.store.reader.turn_frames(uid, 1, ["generated"])]
+    assert frames == [b"", b"payload", b"payload", b"payload"]
+    assert [plan.step for plan in run.store.reader.plans()] == [1]
+    run.store.close()
+
+
 def test_a_turn_forgets_payloads_of_few_episodes(tmp_path: Path) -> None:
     run = Coordinator(tmp_path, 0, Random(0))
     for number in range(20):

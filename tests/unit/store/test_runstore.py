@@ -97,6 +97,52 @@ def test_kill_9_loses_nothing_acknowledged(tmp_path: Path) -> None:
     assert frames == [b"payload %d" % turn for turn in range(acknowledged + 1)]
 
 
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_payloads_are_forgotten_from_a_turn_on(tmp_path: Path, is_committed: bool) -> None:
+    store = RunStore(tmp_path)
+    for uid in ("0.0", "0.1"):
+        for turn in range(3):
+            store.put_frame(uid, turn, "generated", b"%d" % turn)
+    if is_committed:
+        store.commit()
+
+    store.forget_frames("0.0", turn=1)
+    store.commit()
+    assert list(store.reader.turn_frames("0.0", 3, ["generated"])) == [b"0", b"", b""]
+    assert list(store.reader.turn_frames("0.1", 3, ["generated"])) == [b"0", b"1", b"2"]
+
+
+def test_the_episodes_of_one_validation_are_forgotten(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    for uid in ("val1/sampled/0", "val1/greedy/1", "val10/sampled/0", "val2/sampled/0"):
+        store.put_held_out(uid, uid.encode())
+    store.forget_held_out("val1/")
+    store.commit()
+    assert {uid for uid, _ in store.reader.held_out("val")} == {"val10/sampled/0", "val2/sampled/0"}
+
+
+def test_covered_steps_stay_covered(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    for step in (9, 10, 2):  # numbers, not texts, are compared
+        store.cover_steps(step, 1)
+        store.commit()
+    assert store.reader.covered_step == 10
+
+
+def test_segments_are_kept_as_far_as_their_bytes_fit(tmp_path: Path) -> None:
+    for number in range(4):
+        segment_path(tmp_path, number).write_bytes(bytes(10))
+    reader = SegmentReader(tmp_path)
+    assert [reader.oldest_kept(3, spare_bytes) for spare_bytes in (0, 9, 10, 29, 30, 99)] == [
+        3,
+        3,
+        2,
+        1,
+        0,
+        0,
+    ]
+
+
 def test_covered_plans_and_their_payloads_go(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     store.put_frame("0.0", 0, "generated", b"x")

@@ -69,7 +69,7 @@ def test_the_reference_comes_with_the_turns_or_is_unknown() -> None:
 
 def test_a_turn_with_another_number_of_top_tokens_is_unknown() -> None:
     """A resumed run may ask scorers for more, or for the first time."""
-    for before, known in ((0, False), (1, False), (2, True)):
+    for before, known in ((0, False), (1, False), (3, False), (2, True)):
         scores = TokenScores(*map(bytes, (8, 8 * before, 8 * before)))
         e = training_sample(
             ROW, [with_generation(TURNS[0], scores=scores), TURNS[1]], 5, 1, TOKEN_MEAN, scorer_topk=2

@@ -182,6 +182,15 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(learner: Learner, di
     assert save_checkpoint(directory, learner, manifest(2), hf=False) == newest_checkpoint(directory)
 
 
+@pytest.mark.parametrize("parent", [3, 5])
+def test_a_lineage_leads_to_earlier_steps(directory: Path, parent: int) -> None:
+    checkpoints = Checkpoints(directory)
+    checkpoints.prepare_step(3)
+    checkpoints.write_manifest(CheckpointManifest(step=3, trainer_epoch=0, parent=parent))
+    with pytest.raises(CheckpointError, match="step-3: is its own parent"):
+        checkpoints.lineage(3, trained_steps=0)
+
+
 def test_a_half_written_checkpoint_does_not_exist(learner: Learner, directory: Path) -> None:
     assert newest_checkpoint(directory) is None
     path = save_checkpoint(directory, learner, manifest(9), hf=False)
@@ -191,7 +200,7 @@ def test_a_half_written_checkpoint_does_not_exist(learner: Learner, directory: P
         load_checkpoint(path, learner)
 
 
-@pytest.mark.parametrize(("best", "kept"), [(-1, [9, 10]), (1, [1, 9, 10]), (9, [9, 10])])
+@pytest.mark.parametrize(("best", "kept"), [(-1, [9, 10]), (1, [1, 9, 10]), (9, [9, 10]), (15, [9, 10])])
 def test_prune_keeps_the_newest_and_the_best_and_sweeps_leftovers(
     directory: Path, best: int, kept: list[int]
 ) -> None:

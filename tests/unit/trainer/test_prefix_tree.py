@@ -59,6 +59,9 @@ def test_short_beginnings_are_not_worth_a_node(rows: list[list[int]], least: int
         forest = plant_forest(arrays(rows), share_prefixes=True)
     check(forest, rows)
     assert distinct_beginnings(rows) <= len(forest.ids) <= sum(map(len, rows))
+    for path, size in zip(forest.paths, forest.sizes, strict=True):
+        sharing_sequences = [sequence for sequence in forest.sequences if path[-1] in sequence]
+        assert len(sharing_sequences) == 1 or size >= least
 
 
 def test_a_prompt_its_answers_and_a_fork_of_one_of_them() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from asyncrl.trainer.advantages import (
     with_kl_penalty,
     with_penalised_siblings,
 )
-from asyncrl.trainer.barrier import _loss_arrays
+from asyncrl.trainer.barrier import _loss_arrays, compare_batch
 from asyncrl.trainer.batch import TrainingSample, training_sample
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, Generation, StopReason, Turn, VersionSpan
@@ -90,6 +91,12 @@ def test_a_token_that_the_reference_cannot_score_changes_nothing_else() -> None:
     assert view["reference"].tolist() == [-1, 0, -1, 0] and view["prox"][1] == 0
 
 
+def test_a_stale_token_is_not_trainable_for_a_loss_that_looks_at_the_whole_batch() -> None:
+    is_stale = np.array([False, True, False, False])
+    sample = replace(one(2), advantage=np.ones(4), stale=is_stale)
+    assert _loss_arrays(sample)["trainable"].tolist() == (~is_stale).tolist()
+
+
 # -- agents with rewards of their own ----------------------------------------------------------------
 
 
@@ -120,8 +127,8 @@ GAMES = [("wbw", [0.0, -1.0, 1.0]), ("wbwb", [0.0, 0.0, -1.0, 1.0]), ("w", [1.0]
 SIBLINGS = tuple(result_of(*one) for one in GAMES)
 
 
-def recipe_of(advantage: Any) -> Recipe:
-    algorithm = {"advantage": advantage, "normalise": "none"}
+def recipe_of(advantage: Any, normalise: str = "none") -> Recipe:
+    algorithm = {"advantage": advantage, "normalise": normalise}
     return compose(tiny_config("x", algorithm=algorithm, buffer={"filter_zero_variance": False}))
 
 
@@ -173,6 +180,22 @@ def test_returns_and_penalties_of_an_agent_pass_over_the_other() -> None:
     paid, _ = with_kl_penalty(replace(episode, reference=episode.rollout_logprobs - 0.5), 0.5, "k1")
     parts = paid.planned.own.agent_results
     assert [parts["w"].reward, parts["b"].reward] == pytest.approx([1.0 - 4 * 0.25, -1.0 - 2 * 0.25])
+
+
+def test_the_returns_of_the_critic_are_those_before_whitening(world: World) -> None:
+    """Two episodes of two tokens with rewards 1 and 3 and V = 0.5: A = 0.5 and 2.5 with mean 1.5 and
+    standard deviation 2/√3 (ddof 1)."""
+    recipe = recipe_of("gae", normalise="whiten")
+    episodes = [
+        replace(game(place, "w", [reward]), value=np.full(2, 0.5)) for place, reward in enumerate([1.0, 3.0])
+    ]
+    compared_episodes, _ = compare_batch(world, episodes, recipe, kl_penalty=None, whitening=None)
+    advantages = [sample.advantage for sample in compared_episodes]
+    returns = [sample.returns for sample in compared_episodes]
+
+    scaled_advantage = math.sqrt(3) / 2
+    assert np.allclose(advantages, [[-scaled_advantage] * 2, [scaled_advantage] * 2])
+    assert np.allclose(returns, [[1.0] * 2, [3.0] * 2])
 
 
 def test_the_rewards_of_a_sibling_whose_payload_was_lost_stay() -> None:

@@ -130,6 +130,14 @@ def test_a_held_delta_keeps_what_it_builds_upon(training: Training):
         training.check(training.ref(2))
 
 
+def test_a_version_with_other_tensors_is_whole(training: Training):
+    training.publish()
+    training.tensors["untouched"] = torch.randn(5, 5)
+    ref = training.publish()
+    assert files(ref) == {disk.PAYLOAD}
+    training.check(ref)
+
+
 def test_a_writer_that_starts_anew_starts_whole(training: Training):
     training.publish(2)
     training.writer = VersionWriter(training.directory, 4096, FULL_EVERY)
@@ -192,6 +200,14 @@ def test_what_the_cache_holds_need_not_be_read_again(training: Training, tmp_pat
     training.check(materialise(training.publish(), cache))
     with pytest.raises(WeightsError):
         disk.read_tensors(training.ref(2))
+
+
+def test_a_cached_version_with_the_number_but_other_bytes_is_not_used(training: Training, tmp_path: Path):
+    cache = tmp_path / "cache"
+    materialise(training.publish(2), cache)
+    other_training = Training(tmp_path / "other")
+    other_training.tensors["norm"] += 1
+    other_training.check(materialise(other_training.publish(2), cache))
 
 
 @pytest.mark.parametrize("name", [disk.PAYLOAD, disk.MANIFEST])
