@@ -45,6 +45,7 @@ LARGE_GAP = 0.02  # nats a token
 GAP_GROWTH = 3.0  # growth of the gap since the first steps
 MASKED_SHARE = 0.2  # fraction of all tokens
 MASKED_TAIL_SHARE = 0.5  # fraction of the tokens of long episodes
+DROPPED_BY_CORRECTION = "rollout_corr/rollout_rs_masked_fraction"  # of the tokens that are not too old
 MASKED_BY_LENGTH = "staleness/by_length/*/masked_frac"
 FAILING_SHARE = 0.2  # fraction of the attempts, or of the tool calls
 FEW_FAILURES = 8  # fewer failed attempts are no alert
@@ -357,10 +358,15 @@ def _find_skipped(evidence: Evidence) -> Finding | None:
 
 
 def _find_masked(evidence: Evidence) -> Finding | None:
-    """Find that many tokens of all episodes are masked, or of long episodes, which then teach less."""
+    """Find that many tokens of all episodes are masked, by age or by the correction, or of long episodes,
+    which then teach less."""
     masked_share = evidence.mean_of(metric.MASKED)
-    if masked_share >= MASKED_SHARE:
-        return Finding(f"{masked_share:.0%} of the tokens were too old to train on")
+    dropped_share = evidence.mean_of(DROPPED_BY_CORRECTION)
+    if masked_share + dropped_share >= MASKED_SHARE:
+        dropped_text = (
+            f", and the correction dropped {dropped_share:.0%} of the others" if dropped_share else ""
+        )
+        return Finding(f"{masked_share:.0%} of the tokens were too old to train on{dropped_text}")
 
     lengths = names_matching(MASKED_BY_LENGTH, set[str]().union(*evidence.last_steps))
     share, length = max(

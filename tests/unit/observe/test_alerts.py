@@ -78,6 +78,11 @@ def test_a_held_out_success_that_falls_by_more_than_chance_is_an_alert(questions
         ("many tokens masked", {"staleness/masked_token_frac": 0.4}, {"staleness/masked_token_frac": 0.1}),
         (
             "many tokens masked",
+            {"staleness/masked_token_frac": 0.1, "rollout_corr/rollout_rs_masked_fraction": 0.15},
+            {"staleness/masked_token_frac": 0.1, "rollout_corr/rollout_rs_masked_fraction": 0.05},
+        ),
+        (
+            "many tokens masked",
             {"staleness/by_length/512/masked_frac": 0.8, "staleness/masked_token_frac": 0.03},
             {"staleness/by_length/512/masked_frac": 0.2},
         ),
