@@ -146,9 +146,9 @@ class RolloutKeys(TypedDict, total=False):
     """Address on which each worker listens for agents, or a name that each machine resolves to its own
     address. Use addresses other than 127.0.0.1 only in private networks, because nothing is encrypted."""
     untrained_agents: Sequence[str | PathLike[str]]
-    """Agent requests whose turns are not used for training (titles, commit messages): names or globs of
-    their `model`, or a function of the request, `module:function` or `file.py:function`. These requests
-    have separate limits, equal to `max_turns` and `max_rows`."""
+    """Agent requests whose turns are not used for training (titles, commit messages): names or globs that
+    match their `model`, or a function of the request, `module:function` or `file.py:function`. These
+    requests have separate limits, equal to `max_turns` and `max_rows`."""
     reward: Code
     """Reward function (with verl's signature, or called with one trajectory): a name, `module:function`
     or `file.py:function`; or several of these, e.g. `{gsm8k: {}, format: {weight: 0.2}}`."""
@@ -412,7 +412,7 @@ class WeightsKeys(TypedDict, total=False):
     transport: Literal["disk", "collective"]
     """`disk`: through files. `collective` (sglang only): broadcast through a process group per server."""
     full_every: int
-    """disk: publish every k-th version in full; of the other versions, publish only the changed bytes,
+    """disk: publish every k-th version in full; for the other versions, publish only the changed bytes,
     compressed."""
     bucket_bytes: int
     """Approximate size of the buckets in which tensors are gathered, written and broadcast."""

@@ -71,9 +71,9 @@ class RolloutConfig(Section, frozen=True):
     """Address on which each worker listens for agents, or a name that each machine resolves to its own
     address. Use addresses other than 127.0.0.1 only in private networks, because nothing is encrypted."""
     untrained_agents: list[PathText] = []
-    """Agent requests whose turns are not used for training (titles, commit messages): names or globs of
-    their `model`, or a function of the request, `module:function` or `file.py:function`. These requests have
-    separate limits, equal to `max_turns` and `max_rows`."""
+    """Agent requests whose turns are not used for training (titles, commit messages): names or globs that
+    match their `model`, or a function of the request, `module:function` or `file.py:function`. These
+    requests have separate limits, equal to `max_turns` and `max_rows`."""
     reward: Plugin = "final_number"
     """Reward function (with verl's signature, or called with one trajectory): a name, `module:function` or
     `file.py:function`; or several of these, e.g. `{gsm8k: {}, format: {weight: 0.2}}`."""

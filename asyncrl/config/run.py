@@ -124,7 +124,7 @@ class WeightsConfig(Section, frozen=True):
     transport: Literal["disk", "collective"] = "disk"
     """`disk`: through files. `collective` (sglang only): broadcast through a process group per server."""
     full_every: Positive = 1
-    """disk: publish every k-th version in full; of the other versions, publish only the changed bytes,
+    """disk: publish every k-th version in full; for the other versions, publish only the changed bytes,
     compressed."""
     bucket_bytes: Annotated[int, Meta(ge=1 << 10)] = 256 << 20
     """Approximate size of the buckets in which tensors are gathered, written and broadcast."""

@@ -76,8 +76,8 @@ class Mismatches:
         if mean_gap > gap_limit(rounding):
             text = (
                 f"{name} reports other log-probs than the trainer's: those of {sums.tokens:,} tokens that it "
-                f"sampled with v{version.step} differ by {mean_gap:.3g} nats on average; rounding explains "
-                f"{gap_limit(rounding):.2g}"
+                f"sampled with v{version.step} differ by {mean_gap:.3g} nats on average; rounding "
+                f"explains at most {gap_limit(rounding):.2g}"
             )
             return self._act_on(peer, name, text)
         if test.has_failed(rounding):
@@ -118,7 +118,8 @@ class Mismatches:
         self.count += 1
         self.newest = (
             f"the log-probs that engines reported for {tokens:,.0f} tokens of step {step} differ from the "
-            f"trainer's by {mean_gap:.3g} nats on average; rounding explains {gap_limit(self._rounding):.2g}"
+            f"trainer's by {mean_gap:.3g} nats on average; rounding explains at most "
+            f"{gap_limit(self._rounding):.2g}"
         )
         if self._action == "stop":
             self.fatal = f"{self.newest}; {ADVICE}"
@@ -149,5 +150,5 @@ def describe_gap(name: str, step: int, gap: ProbeGap) -> str:
     return (
         f"{name} computes a different model from the trainer: its log-probs of v{step} differ by "
         f"{gap.mean:.3g} nats on average (at most {gap.largest:.3g}) over {gap.tokens} tokens of the probe; "
-        f"rounding explains {gap_limit(gap.rounding):.2g}"
+        f"rounding explains at most {gap_limit(gap.rounding):.2g}"
     )

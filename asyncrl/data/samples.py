@@ -90,7 +90,7 @@ def read_question(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:
     if row.get("tools") not in (None, "", "[]", []) and "tools" not in layout.columns.values():
         raise ConfigError(
             f"{origin}: the tools column contains schemas, but nothing would answer calls to these tools; "
-            "list tools in rollout.tools, and the tools that a sample may use in extra_info.tools; to pass "
+            "list the tools in rollout.tools and, in extra_info.tools, those that a sample may use; to pass "
             "the schemas to your own agent, set 'data.columns={extra_info.schemas: tools}'"
         )
 

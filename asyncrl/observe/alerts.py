@@ -317,12 +317,12 @@ def _find_nothing_taught(evidence: Evidence) -> Finding | None:
 
     score = evidence.mean_of(metric.REWARD)
     scores = f"mean score {score:.3g}, highest score {evidence.highest_score:.3g}"
-    return Finding(f"{share:.0%} of the trained episodes have an advantage of 0 ({scores})")
+    return Finding(f"{share:.0%} of the episodes trained on have an advantage of 0 ({scores})")
 
 
 def _find_little_taught(evidence: Evidence) -> Finding | None:
     share = evidence.mean_of(metric.ZERO_ADVANTAGE)
-    description = f"{share:.0%} of the trained episodes have an advantage of 0 and teach nothing"
+    description = f"{share:.0%} of the episodes trained on have an advantage of 0 and teach nothing"
     return Finding(description) if WORTH_ADVICE <= share < NEARLY_ALL else None
 
 

@@ -327,7 +327,7 @@ async def _bound_answer(response: Any) -> None:
                 event_ended = is_event_stream and (b"\n\n" in chunk or b"\r\n\r\n" in chunk)
                 received_bytes = 0 if event_ended else received_bytes + len(chunk)
                 if received_bytes > max_bytes:
-                    log.warning("an answer from an MCP server was cut off after %d bytes", max_bytes)
+                    log.warning("a response from an MCP server was cut off after %d bytes", max_bytes)
                     raise httpx2.ReadError(f"the server's answer is larger than {max_bytes} bytes")
                 yield chunk
 

@@ -48,8 +48,8 @@ def prepare_layers(
     compiler = os.environ.get("CXX", "g++")
     if trainer.compile and not torch.cuda.is_available() and not shutil.which(compiler):
         raise ConfigError(
-            f"trainer.compile: a CPU needs a C++ compiler, but {compiler} (CXX) was not found; install a "
-            "compiler, or set trainer.compile=false"
+            f"trainer.compile: compiling for a CPU requires a C++ compiler, but {compiler} (CXX) was "
+            "not found; install a compiler, or set trainer.compile=false"
         )
 
     if trainer.compile:  # attention and states are loops over the nodes of a micro-batch

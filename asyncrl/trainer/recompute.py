@@ -31,7 +31,7 @@ COMPILED_FUNCTION: Any = getattr(wrap, "inductor_compiled_code", None)
 """The operator that calls a function compiled with VISIBLE_OPTION; None if torch lacks this operator."""
 
 VISIBLE_OPTION = "wrap_inductor_compiled_regions"
-"""The option of torch.compile that shows a compiled function to dispatch modes, as one operator."""
+"""The option of torch.compile that exposes a compiled function to dispatch modes as a single operator."""
 
 _SDPA = (
     "_scaled_dot_product_cudnn_attention",

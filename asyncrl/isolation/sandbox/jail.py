@@ -274,7 +274,9 @@ class Jail:
 
     async def _ask_warden(self, request: frames.RunRequest, streams: list[int] | None = None) -> RunResult:
         if len(request.source) > (max_bytes := frames.MAX_SOURCE_BYTES[request.kind]):
-            raise ValueError(f"the code has {len(request.source)} bytes, but at most {max_bytes} can be run")
+            raise ValueError(
+                f"the code is {len(request.source)} bytes long, but at most {max_bytes} bytes can be run"
+            )
 
         async with self._run_lock:
             if self._closed:
