@@ -50,6 +50,8 @@ TOKENS: list[tuple[str, dict[str, float], float, float, float, float | None, flo
     ("dppo_kl", {}, 0.7, 0.5, 1.0, 0.0, 0.0, True),  # ½·log(0.25/0.21) = 0.0872
     ("dppo_kl", {}, 0.7, 0.5, -1.0, None, 1.4, False),
     ("dppo_kl", {}, 0.3, 0.5, -1.0, 0.0, 0.0, True),
+    ("dppo_kl", {"delta_high": 0.12}, 0.9, 0.75, 1.0, None, -1.2, False),  # 0.0924; KL of pi and mu: 0.0727
+    ("dppo_kl", {"delta_high": 0.08}, 0.9, 0.75, 1.0, 0.0, 0.0, True),
     ("dppo_kl", {"delta_low": 0.09}, 0.3, 0.5, -1.0, None, 0.6, False),
     ("dppo_kl", {}, 1.0, 0.5, 1.0, 0.0, 0.0, True),  # a certain token: the divergence is large, not NaN
     ("dro", {"beta": 0.1}, 0.5, 0.25, 1.0, LOG2 + 0.05 * LOG2**2, -1 + 0.1 * LOG2, False),
@@ -92,6 +94,8 @@ EPISODES: list[
     ("gmpo", {}, [0.1, 0.7], [True, True], 1.0, -E(0.25), [-E(0.25), 0.0], [False, True]),  # (0.1 + 0.4)/2
     ("gmpo", {}, [0.1, -0.7], [True, True], -1.0, E(-0.15), [E(-0.15), 0.0], [False, True]),
     ("gmpo", {}, [0.1, -0.7], [True, True], 1.0, -E(-0.3), [-E(-0.3)] * 2, [False, False]),  # one-sided
+    ("gmpo", {"clip_low": 0.2}, [0.1, 0.7], [True, True], 1.0, -E(0.25), [-E(0.25), 0.0], [False, True]),
+    ("gmpo", {"clip_high": 0.2}, [0.1, -0.7], [True, True], -1.0, E(-0.15), [E(-0.15), 0.0], [False, True]),
     (
         "gmpo",
         {},

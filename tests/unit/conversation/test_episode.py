@@ -22,7 +22,14 @@ from asyncrl.conversation.commands import (
     ToolsReplied,
     TurnGenerated,
 )
-from asyncrl.conversation.episode import Episode, advance_episode, begin_episode, conversation, resume_episode
+from asyncrl.conversation.episode import (
+    Episode,
+    advance_episode,
+    begin_episode,
+    conversation,
+    resume_episode,
+    teacher_prompt,
+)
 from asyncrl.errors import ProtocolError
 from asyncrl.types import (
     EpisodeEnd,
@@ -143,6 +150,13 @@ def test_a_prompt_without_room_fails_at_once() -> None:
     command = start(rules(max_tokens=4, max_new_tokens=4), sample("long prompt")).command
     assert isinstance(command, Fail)
     assert command.reason is FailReason.PROMPT_TOO_LONG
+
+
+def test_a_prompt_leaves_room_for_one_token() -> None:
+    command = start(rules()).command
+    assert isinstance(command, Generate)
+    assert isinstance(start(rules(max_tokens=len(command.ids))).command, Fail)
+    assert start(rules(max_tokens=len(command.ids) + 1)).command == Generate(command.ids, max_new_tokens=1)
 
 
 SPAN = VersionSpan(0, 2, 0, 0)
@@ -366,6 +380,22 @@ def test_a_full_row_goes_on_without_the_oldest_replies() -> None:
     assert again == episode
 
 
+def test_a_row_is_full_when_the_longest_turn_no_longer_fits() -> None:
+    def third_turn(max_tokens: int) -> Episode:
+        made = rules(history="fold", max_tokens=max_tokens, max_new_tokens=60)
+        episode = start(made)
+        for _ in range(2):
+            episode = advance_episode(made, episode, TurnGenerated(generation(call("a"))))
+            assert isinstance(episode.command, CallTools)
+            episode = advance_episode(made, episode, replies(episode.command, "x" * 99))
+        return episode
+
+    command = third_turn(4096).command
+    assert isinstance(command, Generate)
+    needed_tokens = len(command.ids) + command.max_new_tokens
+    assert [third_turn(max_tokens).folded for max_tokens in (needed_tokens, needed_tokens - 1)] == [0, 1]
+
+
 def test_a_row_that_nothing_can_be_dropped_from_ends_the_episode() -> None:
     made = rules(history="fold", max_tokens=100, max_new_tokens=60)
     episode = advance_episode(made, start(made), TurnGenerated(generation(call("a"))))
@@ -383,7 +413,10 @@ def test_a_teacher_s_prompt_begins_each_row_otherwise() -> None:
         episode = advance_episode(made, episode, TurnGenerated(generation(text)))
         if isinstance(episode.command, CallTools):
             episode = advance_episode(made, episode, replies(episode.command))
+            assert isinstance(episode.command, Generate)
+            second_prompt = teacher_prompt(made, episode, episode.command)
     first, second = episode.turns
+    assert second_prompt == first.taught + first.generation.ids + second.context
     assert "It is 4.\n\n2 plus 2" in FakeChat().decode(first.taught) and second.taught == ()
     assert first.context == start(rules(), given).command.ids  # type: ignore[union-attr]
     assert resume_episode(made, given, OPENED, episode.turns).turns == episode.turns

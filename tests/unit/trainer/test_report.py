@@ -1,23 +1,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.observe.transcripts import read_ratios
 from asyncrl.trainer.advantages import with_kl_penalty
 from asyncrl.trainer.batch import training_sample
 from asyncrl.trainer.report import (
     MetricSums,
+    RatioRecorder,
     advantage_factor,
     batch_metrics,
     tally_advantages,
     tally_samples,
 )
-from asyncrl.types import EpisodeResult
+from asyncrl.types import EpisodeResult, Generation, StopReason, Turn
 from tests.unit.trainer.test_batch import ROW, TOKEN_MEAN, TURNS
 
 numbers = st.lists(st.integers(-50, 50), min_size=1, max_size=20)
@@ -63,6 +67,40 @@ def test_episode_metrics() -> None:
     assert metrics["staleness/lag_tokens/2"] == 2 and metrics["staleness/lag_tokens/0"] == 5
     assert metrics["staleness/lag_taken/max"] == 2 and metrics["staleness/lag/max"] == 0  # none trained yet
     assert metrics["staleness/by_length/0/masked_q1"] == 1.0  # the stale token opens the long response
+
+
+def test_a_trajectory_is_fully_masked_if_it_has_tokens_and_all_are_stale() -> None:
+    partly_stale = training_sample(ROW, TURNS, 5, 1, TOKEN_MEAN)
+    fully_stale = replace(partly_stale, stale=np.ones(5, dtype=bool))
+    without_tokens = training_sample(
+        ROW, [Turn(0, (1, 2), Generation((), (), (), StopReason.LENGTH))], 5, 1, TOKEN_MEAN
+    )
+    tally = MetricSums()
+    tally_samples(tally, [partly_stale, fully_stale, without_tokens], longest_prompt=9)
+    assert tally.metrics()["staleness/fully_masked_trajectories"] == 1
+
+
+def test_the_explained_variance_compares_values_with_returns() -> None:
+    """V is half of G, so 1 − Var(G − V)/Var(G) is 3/4."""
+    returns = np.array([1.0, 2.0, 3.0, 4.0, 6.0])
+    sample = training_sample(ROW, TURNS, 5, 1, TOKEN_MEAN)
+    sample = replace(sample, advantage=np.ones(5), returns=returns, value=returns / 2)
+    tally = MetricSums()
+    tally_samples(tally, [sample], longest_prompt=9)
+    tally_advantages(tally, [sample])
+    metrics = batch_metrics(tally, lambda advantage: advantage)
+    assert metrics["critic/vf_explained_var"] == pytest.approx(0.75)
+
+
+def test_the_ratios_of_an_episode_are_those_before_the_first_optimizer_step(tmp_path: Path) -> None:
+    planned = msgspec.structs.replace(ROW, uid="0.0", group="0")
+    sample = training_sample(planned, TURNS, 5, 1, TOKEN_MEAN)
+    recorder = RatioRecorder(tmp_path, rank=0, groups_per_batch=1)
+    for log_ratio in (0.25, 0.5):
+        recorder.record_micro_batch([sample], torch.full((5,), log_ratio), torch.zeros(5, dtype=torch.bool))
+    recorder.save_step(1)
+    token_ratios = read_ratios(tmp_path, 1, "0.0")
+    assert token_ratios is not None and token_ratios.log_ratio == [0.25] * 5
 
 
 def test_rewards_contain_the_penalty_in_the_reward_and_scores_do_not() -> None:

@@ -6,8 +6,10 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -242,6 +244,16 @@ def test_a_base_of_other_bytes_is_refused(training: Training, tmp_path: Path):
     fake_weights.publish(other, training.directory, PolicyVersion(0, 0))
     with pytest.raises(WeightsError, match="is not the base version of"):
         materialise(training.ref(1), tmp_path / "cache")
+
+
+def test_a_delta_that_builds_upon_itself_is_refused(training: Training):
+    ref = training.publish(2)
+    manifest = disk.read_manifest(ref)
+    assert manifest.delta is not None
+    own_delta = msgspec.structs.replace(manifest.delta, version=ref.version, checksum=manifest.checksum)
+    disk.write_manifest(Path(ref.path), msgspec.structs.replace(manifest, delta=own_delta))
+    with pytest.raises(WeightsError, match="is not the base version of e0-v1"):
+        list(islice(disk.lineage_of(ref), 3))
 
 
 def test_a_delta_cut_off_is_refused(training: Training):
