@@ -15,7 +15,7 @@ from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import Request, Sampling
-from asyncrl.errors import recorded
+from asyncrl.errors import one_line, recorded
 from asyncrl.types import NO_VERSION, Generation, PolicyVersion
 from asyncrl.weights.manifest import Probe
 from asyncrl.wire.messages.shared import Loaded, ProbeSamples, SampledSequence
@@ -92,8 +92,11 @@ class ProbeSampling:
                     if sequences:
                         await report(ProbeSamples(version, sequences))
 
-        if failure.error is not None:
-            log.info("v%d was not sampled for the test of the engine: %s", version.step, failure.line)
+        error = failure.error
+        if isinstance(error, ExceptionGroup):  # by the task group
+            error = error.exceptions[0]
+        if error is not None:
+            log.info("v%d was not sampled for the test of the engine: %s", version.step, one_line(error))
 
     async def _sample_batch(
         self, version: PolicyVersion, requests: Sequence[Request]

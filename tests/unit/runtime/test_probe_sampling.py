@@ -91,8 +91,9 @@ async def test_a_version_with_a_probe_is_sampled_once() -> None:
 
 @pytest.mark.parametrize("event", ["newer version", "sleep", "close", "deadline", "error"])
 async def test_sampling_ends_early_and_releases_its_sessions(
-    event: str, monkeypatch: pytest.MonkeyPatch
+    event: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     if event == "deadline":
         monkeypatch.setattr(probe_sampling, "SAMPLE_SECONDS", 0.0)
     fixture = Fixture()
@@ -117,6 +118,8 @@ async def test_sampling_ends_early_and_releases_its_sessions(
     assert await fixture.sample() == []
     assert len(fixture.sessions) in (0, REQUESTS_AT_ONCE)
     assert {*fixture.engine.released} >= {*fixture.sessions}
+    assert ("v4 was not sampled" in caplog.text) is (event in ("deadline", "error"))
+    assert event != "error" or "broken" in caplog.text
 
 
 async def test_sequences_across_an_update_are_dropped() -> None:
