@@ -149,7 +149,7 @@ def test_the_last_fence_with_an_object_is_found_in_one_pass(text: str, body: str
 def test_what_the_server_refuses_fails_the_episode(server: str) -> None:
     with pytest.raises(OpenEnvError, match="EXECUTION_ERROR: negative"):
         play(at(server), row(), ['{"number": -1}'])
-    with pytest.raises(OpenEnvError, match="no field 'txt'; the observation has text, span"):
+    with pytest.raises(OpenEnvError, match="no field 'txt'; its fields are text, span"):
         play(at(server, show="txt"), row(), [])
 
 
@@ -227,7 +227,7 @@ def test_a_server_that_misbehaves(handler: Handler, complaint: str) -> None:
 
 
 def test_nobody_there() -> None:
-    with pytest.raises(OpenEnvError, match="no connection"):
+    with pytest.raises(OpenEnvError, match="cannot connect"):
         play(at("http://127.0.0.1:9"), row(), [])
     with pytest.raises(ConfigError, match="must begin with http"):
         load_environment(at("localhost:8000"))
