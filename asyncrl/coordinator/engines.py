@@ -13,7 +13,6 @@ An engine on a restarted peer is new, and holds no version.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, repeat
@@ -96,7 +95,7 @@ class EngineHandler:
     def quarantined(self, peer: bytes) -> bool:
         """Return True if the worker's own engine must not sample."""
         engine = self.versions.engines.get(peer)
-        return engine is not None and engine.quarantined
+        return engine is not None and (engine.quarantined or not self.mismatches.may_sample(peer))
 
     def quarantine(self, peer: bytes, resend_at: float) -> None:
         """Give an engine no more work until the newest version, sent at time `resend_at`, is loaded anew.
@@ -146,7 +145,7 @@ class EngineHandler:
             return
 
         if not self.compare_probe(peer, engine.name, message):
-            self.quarantine(peer, math.inf)  # until another process takes its place
+            engine.resend(now)  # to the process that takes its place
             return
 
         engine.asleep = False
@@ -206,10 +205,8 @@ class EngineHandler:
         for sums in message.sums:
             peer = sums.engine.encode()
             engine = self.versions.engines.get(peer)
-            if engine is None or engine.quarantined:  # replaced, or to be replaced
-                continue
-            if not self.mismatches.judge_samples(peer, engine.name, message.version, sums):
-                self.quarantine(peer, math.inf)  # until another process takes its place
+            if engine is not None:
+                self.mismatches.judge_samples(peer, engine.name, message.version, sums)
 
     def usable_versions(self, workers: Iterable[bytes]) -> dict[bytes, list[int]]:
         """Return the versions that the episodes of each worker can start on, ascending.
@@ -261,6 +258,7 @@ class EngineHandler:
                     and (has_probe or not engine.unproven)
                     and (engine.is_up or config.shifts)
                     and (engine.quarantined or not engine.reserved_for_validation)
+                    and self.mismatches.may_sample(peer)
                 ]
 
             one_by_one = config.weights.rolling and not config.adapters_apart and not config.shifts
@@ -453,7 +451,7 @@ class EngineHandler:
             for supervisor in self.supervisors
             if (engine := engines[supervisor.peer]).is_up
             and supervisor.heartbeat.healthy
-            and not engine.quarantined
+            and not self.quarantined(supervisor.peer)
             and engine.acked != NO_VERSION
             and (lane is None or (lane == "eval") == engine.reserved_for_validation)
         ]

@@ -446,9 +446,10 @@ class Coordinator:
     def _act_on_mismatches(self, now: float) -> None:
         """Replace engines that do not compute the trainer's model, or end the run with a checkpoint."""
         mismatches = self.engines.mismatches
-        for message in mismatches.replacements:
+        for peer, message, is_repeated in mismatches.due_replacements(now):
             self._request_replacement(message)
-        mismatches.replacements = []
+            if is_repeated:
+                self.journal.outbox.to_control(peer, shared.Stop(message.reason))
 
         if mismatches.fatal and not self.lifecycle.ending:
             self.lifecycle.abort_run(mismatches.fatal, now)

@@ -16,6 +16,7 @@ from asyncrl.wire.messages.trainer import SurprisalSums
 ROUNDING_MULTIPLE = 3.0
 MIN_GAP_LIMIT = 1e-3  # nats; honest engines in float32 differ by 1e-5
 ALARM_RATE = 1e-4  # the chance that the samples of any honest engine are judged wrongly, in a whole run
+SOUND_PROBES = 5  # comparisons that a replaced process must pass before it may be replaced again
 MIN_TOKENS = 64  # tokens of training, of one version, over which a mean gap is judged
 
 
@@ -27,43 +28,59 @@ def gap_limit(rounding: float) -> float:
 class Mismatches:
     """Judges the gaps between engines and trainer, of probes and of trained tokens, and engines' samples.
 
-    `count`: mismatches so far. `newest`: the newest one, for the alert. `replacements`: processes to be
-    replaced. `fatal`: why the run must stop; '' otherwise.
+    `count`: mismatches so far. `fatal`: why the run must stop; '' otherwise. A process that has failed gets
+    no more work (`may_sample`), and is judged no more, until another process takes its place.
     """
 
     def __init__(self, config: RunConfig) -> None:
         self._action = config.weights.on_mismatch
         self._temperature = config.rollout.temperature
-        self._replaced: Counter[str] = Counter()  # by name of the engine
+        self._replace_again_seconds = config.launch.lease
+        self._replaced: set[str] = set()  # names of engines whose process was replaced
+        self._passed_probes: Counter[str] = Counter()  # by name of the engine, since a mismatch
+        self._problems: dict[tuple[str, str], str] = {}  # unsolved mismatches by engine and comparison
         self._rounding: float | None = None  # nats, of the newest probe
         self._sample_tests: dict[bytes, SurprisalTest] = {}  # by identity of the engine's process
         self._test_count = 0  # tests of samples that have begun
+        self._replacements: dict[bytes, Replace] = {}  # by identity of the process, until it has left
+        self._next_request_at: dict[bytes, float] = {}
         self.sample_tokens = 0  # tested so far
         self.count = 0
-        self.newest = ""
-        self.replacements: list[Replace] = []
         self.fatal = ""
+
+    def may_sample(self, peer: bytes) -> bool:
+        """Return False for a process that is to be replaced."""
+        return peer not in self._replacements and not self.fatal
+
+    @property
+    def newest(self) -> str:
+        """The newest mismatch that no later comparison has refuted, for the alert; '' if there is none."""
+        return next(reversed(self._problems.values()), "")
 
     def judge_probe(self, peer: bytes, name: str, message: Loaded) -> bool:
         """Return True if the engine may sample. Otherwise its process is to be replaced (the first time), or
         the run to stop."""
         gap = message.probe_gap
-        if gap is None:
-            return True
+        if gap is None or not self.may_sample(peer):
+            return self.may_sample(peer)
 
         self._rounding = gap.rounding
-        if gap.mean <= gap_limit(gap.rounding):
-            return True
+        if gap.mean > gap_limit(gap.rounding):
+            return self._act_on(peer, name, "probe", describe_gap(name, message.ref.version.step, gap))
 
-        return self._act_on(peer, name, describe_gap(name, message.ref.version.step, gap))
+        self._problems.pop((name, "probe"), None)
+        self._passed_probes[name] += 1
+        if self._passed_probes[name] >= SOUND_PROBES:
+            self._replaced.discard(name)
+        return True
 
     def judge_samples(self, peer: bytes, name: str, version: PolicyVersion, sums: SurprisalSums) -> bool:
         """Judge all sequences that an engine's process has sampled for a test; these of `version` are new.
         Returns as `judge_probe` does."""
-        if self._rounding is None:  # the probe was compared before this coordinator was started
-            return True
+        rounding = self._sampling_rounding
+        if rounding is None or not self.may_sample(peer):
+            return self.may_sample(peer)
 
-        rounding = self._rounding / min(1.0, self._temperature)  # the probe is scored at temperature 1
         test = self._sample_tests.get(peer)
         if test is None:
             self._test_count += 1
@@ -75,14 +92,35 @@ class Mismatches:
         mean_gap = sums.gap / max(1, sums.tokens)
         if mean_gap > gap_limit(rounding):
             text = (
-                f"{name} reports other log-probs than the trainer's: those of {sums.tokens:,} tokens that it "
-                f"sampled with v{version.step} differ by {mean_gap:.3g} nats on average; rounding "
+                f"{name} reports different log-probs from the trainer's: those of {sums.tokens:,} tokens "
+                f"that it sampled with v{version.step} differ by {mean_gap:.3g} nats on average; rounding "
                 f"explains at most {gap_limit(rounding):.2g}"
             )
-            return self._act_on(peer, name, text)
+            return self._act_on(peer, name, "samples", text)
         if test.has_failed(rounding):
-            return self._act_on(peer, name, describe_samples(name, version.step, test))
+            return self._act_on(peer, name, "samples", describe_samples(name, version.step, test))
+
+        self._problems.pop((name, "samples"), None)
         return True
+
+    def judge_tokens(self, step: int, mean_gap: float, tokens: float) -> None:
+        """Judge the gap of a batch's tokens that the trained version itself has sampled. No engine can be
+        named, so that none is replaced."""
+        rounding = self._sampling_rounding
+        if rounding is None or tokens < MIN_TOKENS:
+            return
+        if mean_gap <= gap_limit(rounding):
+            self._problems.pop(("", "tokens"), None)
+            return
+
+        text = (
+            f"the log-probs that engines reported for {tokens:,.0f} tokens of step {step} differ from the "
+            f"trainer's by {mean_gap:.3g} nats on average; rounding explains at most "
+            f"{gap_limit(rounding):.2g}"
+        )
+        self._note_problem("", "tokens", text)
+        if self._action == "stop":
+            self.fatal = f"{text}; {ADVICE}"
 
     @property
     def sample_z(self) -> float:
@@ -90,39 +128,48 @@ class Mismatches:
         return max((abs(test.z) for test in self._sample_tests.values()), default=0.0)
 
     def forget_engine(self, peer: bytes) -> None:
-        """Forget the test of an engine whose process has left."""
+        """Forget an engine's process, which has left."""
         self._sample_tests.pop(peer, None)
+        self._replacements.pop(peer, None)
+        self._next_request_at.pop(peer, None)
 
-    def _act_on(self, peer: bytes, name: str, text: str) -> bool:
-        """Have a mismatched engine replaced, or the run stopped. Returns True if the engine may sample."""
+    def due_replacements(self, now: float) -> list[tuple[bytes, Replace, bool]]:
+        """Return the processes to be replaced, with the requests, and True if a request is repeated: the
+        launcher may have missed the first, or may not have started the process."""
+        due: list[tuple[bytes, Replace, bool]] = []
+        for peer, message in self._replacements.items():
+            if now >= self._next_request_at.get(peer, now):
+                due.append((peer, message, peer in self._next_request_at))
+                self._next_request_at[peer] = now + self._replace_again_seconds
+        return due
+
+    @property
+    def _sampling_rounding(self) -> float | None:
+        """The trainer's rounding in nats at the temperature of the rollout; None: no probe was compared yet.
+        The probe is scored at temperature 1; a lower temperature enlarges the differences of logits."""
+        return None if self._rounding is None else self._rounding / min(1.0, self._temperature)
+
+    def _note_problem(self, name: str, comparison: str, text: str) -> None:
         self.count += 1
-        self.newest = text
-        log.error("%s", self.newest)
+        self._problems.pop((name, comparison), None)  # the newest problem is the last
+        self._problems[name, comparison] = text
+        log.error("%s", text)
+
+    def _act_on(self, peer: bytes, name: str, comparison: str, text: str) -> bool:
+        """Have a mismatched engine replaced, or the run stopped. Returns True if the engine may sample."""
+        self._note_problem(name, comparison, text)
+        self._passed_probes[name] = 0
         if self._action == "warn":
             return True
 
-        if self._action == "replace" and not self._replaced[name]:
-            self._replaced[name] += 1
+        if self._action == "replace" and name not in self._replaced:
+            self._replaced.add(name)
             role, _, incarnation = peer.decode().split("/")
-            self.replacements.append(Replace(role, self.newest, incarnation))
+            self._replacements[peer] = Replace(role, text, incarnation)
         else:
-            again = " again, after it was replaced" if self._replaced[name] else ""
-            self.fatal = f"{self.newest}{again}; {ADVICE}"
+            again = " again, after it was replaced" if name in self._replaced else ""
+            self.fatal = f"{text}{again}; {ADVICE}"
         return False
-
-    def judge_tokens(self, step: int, mean_gap: float, tokens: float) -> None:
-        """Judge the gap of a batch's tokens that the trained version itself has sampled."""
-        if self._rounding is None or tokens < MIN_TOKENS or mean_gap <= gap_limit(self._rounding):
-            return
-
-        self.count += 1
-        self.newest = (
-            f"the log-probs that engines reported for {tokens:,.0f} tokens of step {step} differ from the "
-            f"trainer's by {mean_gap:.3g} nats on average; rounding explains at most "
-            f"{gap_limit(self._rounding):.2g}"
-        )
-        if self._action == "stop":
-            self.fatal = f"{self.newest}; {ADVICE}"
 
 
 ADVICE = (

@@ -335,9 +335,9 @@ def _find_collapse(evidence: Evidence) -> Finding | None:
 
 
 def _find_mismatch(evidence: Evidence) -> Finding | None:
+    newest = evidence.status.get("mismatch")
     count = evidence.newest_gauges.get("weights/mismatches", 0.0)
-    newest = evidence.status.get("mismatch") or "see the log of the coordinator"
-    return Finding(f"{count:.0f} comparisons with the trainer failed; newest: {newest}") if count else None
+    return Finding(f"{newest} (failed comparisons so far: {count:.0f})") if newest else None
 
 
 def _find_gap(evidence: Evidence) -> Finding | None:

@@ -87,6 +87,8 @@ def test_the_engines_clock_stands_still_while_they_sleep() -> None:
     assert [clock(9.0), clock(12.0)] == [9.0, 10.0]
     clock.go(14.0), clock.go(15.0)
     assert clock(15.0) == 11.0
+    clock.stop(20.0), clock.go(25.0)
+    assert clock(26.0) == 17.0
 
 
 # -- the machine over the real buffer ----------------------------------------------------------------------

@@ -284,8 +284,15 @@ def test_samples_of_engines_are_held_and_judged_unless_the_engine_is_gone_or_to_
     assert mismatches.count == 0 and mismatches.sample_tokens == 1024
     setup.handler.judge_samples(scored(A, -500.0))
     setup.handler.judge_samples(scored(A, -500.0))  # on their way at the same time
-    assert mismatches.count == 1 and len(mismatches.replacements) == 1 and not mismatches.fatal
+    assert mismatches.count == 1 and len(mismatches.due_replacements(0.0)) == 1 and not mismatches.fatal
     assert [healthy for _, healthy, _ in setup.table()] == [False, True]
+
+    # Neither a load that was under way nor a new probe gives it work again, and it is sent no version.
+    setup.ack(A, ref)
+    setup.state.fleet.versions.add_probe(Probed(ref.version, Probe((1, 2), (-1.0,))), 1.0)
+    setup.ack(A, ref, probe_gap=gap)
+    assert [healthy for _, healthy, _ in setup.table()] == [False, True] and A not in setup.pushed(1.0)
+    assert mismatches.count == 1 and not mismatches.fatal
 
 
 def test_a_server_is_compared_where_writing_takes_longer_than_a_step(setup: EngineSetup) -> None:

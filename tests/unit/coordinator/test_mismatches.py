@@ -7,10 +7,10 @@ import math
 import pytest
 
 from asyncrl.config import parse
-from asyncrl.coordinator.mismatches import MIN_TOKENS, Mismatches, gap_limit
+from asyncrl.coordinator.mismatches import MIN_TOKENS, SOUND_PROBES, Mismatches, gap_limit
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages.shared import Loaded, ProbeGap, Replace
+from asyncrl.wire.messages.shared import Loaded, ProbeGap
 from asyncrl.wire.messages.trainer import SurprisalSums
 
 ENGINE = b"engine/1/b7"
@@ -19,10 +19,16 @@ FLOAT32_ROUNDING = 1e-6
 BFLOAT16_ROUNDING = 0.05  # of SmolLM2-135M
 
 
-def mismatches(action: str = "replace") -> Mismatches:
+def mismatches(action: str = "replace", temperature: float = 1.0) -> Mismatches:
     return Mismatches(
         parse(
-            {"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, "weights": {"on_mismatch": action}}
+            {
+                "name": "t",
+                "model": {"path": "m"},
+                "data": {"train": "d"},
+                "rollout": {"temperature": temperature},
+                "weights": {"on_mismatch": action},
+            }
         )
     )
 
@@ -65,26 +71,83 @@ def test_an_engine_is_replaced_once_and_then_the_run_stops() -> None:
     judge = mismatches("replace")
     assert not judge.judge_probe(ENGINE, "engine 1", loaded(0.5))
     assert not judge.judge_probe(WORKER, "worker 0", loaded(0.5))  # counted by engine
-    reasons = [replacement.reason for replacement in judge.replacements]
-    assert judge.replacements == [
-        Replace("engine", reasons[0], "b7"),
-        Replace("rollout", reasons[1], "w3"),
+    assert [
+        (peer, request.role, request.incarnation) for peer, request, _ in judge.due_replacements(0.0)
+    ] == [
+        (ENGINE, "engine", "b7"),
+        (WORKER, "rollout", "w3"),
     ]
-    assert "engine 1" in reasons[0] and "worker 0" in reasons[1] and not judge.fatal
+    assert judge.count == 2 and not judge.fatal
 
-    judge.replacements = []
+    judge.forget_engine(ENGINE)
     assert not judge.judge_probe(b"engine/1/c8", "engine 1", loaded(0.5))
-    assert not judge.replacements and "again, after it was replaced" in judge.fatal
+    assert "again, after it was replaced" in judge.fatal
+
+
+def test_a_process_that_is_to_be_replaced_is_judged_once() -> None:
+    """Its verdict stands: another comparison was on its way, a worker has two engines, and a probe may come
+    that it would pass."""
+    judge = mismatches("replace")
+    assert not judge.judge_probe(ENGINE, "engine 1", loaded(0.5))
+    for message in (loaded(0.5), loaded(1e-6)):
+        assert not judge.judge_probe(ENGINE, "engine 1", message) and not judge.may_sample(ENGINE)
+    assert not judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 8), sums(0.0))
+    assert judge.count == 1 and not judge.fatal
+    judge.forget_engine(ENGINE)
+    assert judge.may_sample(b"engine/1/c8")
+
+
+def test_a_replacement_is_requested_again_until_the_process_has_left() -> None:
+    judge = mismatches("replace")
+    judge.judge_probe(ENGINE, "engine 1", loaded(0.5))
+    lease = 30.0
+    requests = [
+        [is_repeated for _, _, is_repeated in judge.due_replacements(now)]
+        for now in (0.0, lease / 2, lease, 1.5 * lease, 2 * lease)
+    ]
+    assert requests == [[False], [], [True], [], [True]]
+    judge.forget_engine(ENGINE)
+    assert judge.due_replacements(9 * lease) == []
+
+
+def test_an_engine_that_was_sound_for_long_may_be_replaced_again() -> None:
+    judge = mismatches("replace")
+    for process in (b"engine/1/a", b"engine/1/b"):
+        assert not judge.judge_probe(process, "engine 1", loaded(0.5))
+        judge.forget_engine(process)
+        for _ in range(SOUND_PROBES):
+            assert judge.judge_probe(b"engine/1/next", "engine 1", loaded(1e-6))
+    assert judge.count == 2 and not judge.fatal
+
+
+def test_an_alert_ends_with_the_comparison_that_refutes_it() -> None:
+    judge = mismatches("warn")
+    judge.judge_probe(ENGINE, "engine 1", loaded(0.5))
+    judge.judge_tokens(3, 1.5, MIN_TOKENS)
+    assert "step 3" in judge.newest
+    judge.judge_tokens(4, 1e-6, MIN_TOKENS)
+    assert "engine 1" in judge.newest
+    judge.judge_probe(ENGINE, "engine 1", loaded(1e-6))
+    assert judge.newest == "" and judge.count == 2
+
+
+def test_a_low_temperature_enlarges_what_rounding_explains() -> None:
+    judge = mismatches("stop", temperature=0.25)
+    judge.judge_probe(ENGINE, "engine 1", loaded(0.02, rounding=0.02))
+    judge.judge_tokens(1, 0.2, MIN_TOKENS)
+    assert not judge.count
+    judge.judge_tokens(1, 0.25, MIN_TOKENS)
+    assert judge.count == 1
 
 
 def test_a_mismatch_stops_the_run_or_is_only_reported() -> None:
     stopping = mismatches("stop")
     assert not stopping.judge_probe(ENGINE, "engine 1", loaded(0.5))
-    assert "weights.on_mismatch=warn" in stopping.fatal and not stopping.replacements
+    assert "weights.on_mismatch=warn" in stopping.fatal and not stopping.due_replacements(0.0)
 
     warning = mismatches("warn")
     assert warning.judge_probe(ENGINE, "engine 1", loaded(0.5))
-    assert (warning.count, warning.fatal, warning.replacements) == (1, "", [])
+    assert (warning.count, warning.fatal, warning.due_replacements(0.0)) == (1, "", [])
 
 
 def test_trained_tokens_are_judged_from_the_first_step() -> None:
@@ -135,7 +198,7 @@ def test_samples_are_judged_together_by_process() -> None:
     ]
     assert verdicts[0] and not verdicts[-1], "one z of -3 is chance, eight are not"
     assert judge.judge_samples(WORKER, "worker 0", PolicyVersion(1, 8), sums(-3.0))
-    assert judge.sample_z == pytest.approx(3 * math.sqrt(8))
+    assert judge.sample_z == pytest.approx(3 * math.sqrt(verdicts.index(False) + 1))
 
     judge.forget_engine(ENGINE)
     assert judge.judge_samples(b"engine/1/c8", "engine 1", PolicyVersion(1, 9), sums(-3.0))
