@@ -198,11 +198,12 @@ def test_samples_are_judged_together_by_process() -> None:
     ]
     assert verdicts[0] and not verdicts[-1], "one z of -3 is chance, eight are not"
     assert judge.judge_samples(WORKER, "worker 0", PolicyVersion(1, 8), sums(-3.0))
-    assert judge.sample_z == pytest.approx(3 * math.sqrt(verdicts.index(False) + 1))
+    judged_probes = verdicts.index(False) + 1  # samples after the verdict are not counted
+    assert judge.sample_z == pytest.approx(3 * math.sqrt(judged_probes))
 
     judge.forget_engine(ENGINE)
     assert judge.judge_samples(b"engine/1/c8", "engine 1", PolicyVersion(1, 9), sums(-3.0))
-    assert judge.sample_z == pytest.approx(3.0) and judge.sample_tokens == 10 * 1024
+    assert judge.sample_z == pytest.approx(3.0) and judge.sample_tokens == (judged_probes + 2) * 1024
 
 
 def test_engines_share_the_false_alarm_rate_of_a_run() -> None:

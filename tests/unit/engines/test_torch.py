@@ -77,9 +77,9 @@ async def test_length_is_clipped_to_max_len_and_bad_requests_are_refused():
     assert_logprobs(tiny(), ask(prompt(15)), clipped)
     for bad, reason in (
         (ask(()), "the prompt is empty"),
-        (ask((3, VOCABULARY)), "vocabulary of 61"),
+        (ask((3, VOCABULARY)), r"vocabulary \(size 61\)"),
         (ask((-1, 3)), "vocabulary"),
-        (ask(prompt(20)), "max_len 20"),
+        (ask(prompt(20)), "max_len=20"),
         (ask((1,), 0), "out of range"),
         (ask((1,), temperature=-1.0), "out of range"),
     ):

@@ -236,7 +236,7 @@ def test_the_configuration_holds_the_text_of_the_template(tmp_path: Path) -> Non
     shipped = resolve_models(config(tmp_path, str(tmp_path), "chatml_tools")).model.template
     assert "<|im_start|>" in shipped and "<tool_call>" in shipped
     for text, says in {
-        "": "cannot be read .*FileNotFoundError.* one of: chatml_tools",
+        "": "cannot be read .*FileNotFoundError.* one of these names: chatml_tools",
         "hi": "not a Jinja",
     }.items():
         if text:
