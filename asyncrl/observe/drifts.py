@@ -2,7 +2,7 @@
 
 `find_divergence`: the training reward rises while held-out success falls.
 `find_carrier`: one component carries the rise of the reward.
-`find_drift`: the behaviour has changed since the first steps, by more than honest learning changes it.
+`find_drift`: the behaviour has changed a lot since the first steps, and held-out success has not risen.
 
 A change counts only if it is large and far beyond the noise of the run itself. The noise comes from the
 differences between successive steps, so that neither a trend nor a jump counts as noise.
@@ -100,8 +100,7 @@ class Drift(NamedTuple):
     metrics: the number is their sum.
     what: for a share, the words after the number; for an amount, the words before it.
     least: smallest change that counts; of a share, only a rise counts.
-    is_amount: the number is no share, and must change by AMOUNT_FACTOR in either direction. Honest learning
-        changes amounts, too: there is no alert if held-out success rose, and only advice without validations.
+    is_amount: the number is an amount, not a share, and must change by AMOUNT_FACTOR in either direction.
     conditions: the episodes behind the drift, in the list of episodes.
     column: the column by which these episodes are sorted.
     """
@@ -168,49 +167,53 @@ DRIFTS = {
 
 
 def find_drift(drift: Drift, evidence: Evidence) -> Finding | None:
-    """Find that a number has drifted since the settled steps, or, if it is a share, since the first steps."""
-    if evidence.is_supervised:
-        return None
-    if drift.is_amount:
-        return _find_amount_drift(drift, evidence)
+    """Find that a number has drifted since the settled steps. A share may have drifted since the first steps,
+    too, and so may an amount if held-out success fell.
 
-    for first_step, rows in ((1, evidence.first_steps), (WINDOW_STEPS + 1, evidence.settled_steps)):
-        change = _change_until_now(drift.metrics, evidence, rows)
-        if change and change.difference > max(drift.least, DRIFT_ERRORS * change.error):
-            since = f"steps {first_step} to {first_step + WINDOW_STEPS - 1}"
-            text = f"{change.now:.0%} {drift.what} ({change.before:.0%} in {since})"
-            return Finding(
-                text + _reward_note(evidence),
-                link=_episode_link(evidence, drift.conditions, drift.column),
-            )
-
-    return None
-
-
-def _find_amount_drift(drift: Drift, evidence: Evidence) -> Finding | None:
-    """Find a drift since the settled steps; if held-out success fell, since the first steps, too."""
+    Honest learning changes behaviour, too: for example, the final answers of an agent may converge to one
+    phrase. A drift is therefore no alert if held-out success rose. A drift is a warning if held-out success
+    fell, or stayed flat while the reward rose, and otherwise only advice, for example without validations.
+    """
     trend = held_out_trend(evidence)
-    if trend == "rose":
+    if evidence.is_supervised or trend == "rose":
         return None
 
     reward_note = _reward_note(evidence)
-    for rows in (evidence.settled_steps, evidence.first_steps)[: 2 if trend == "fell" else 1]:
+    windows = [(WINDOW_STEPS + 1, evidence.settled_steps)]
+    if not drift.is_amount:
+        windows.insert(0, (1, evidence.first_steps))
+    elif trend == "fell":
+        windows.append((1, evidence.first_steps))
+
+    for first_step, rows in windows:
         change = _change_until_now(drift.metrics, evidence, rows)
-        if change and _is_amount_drift(change, drift.least):
-            return Finding(
-                f"{drift.what} {change.text}{reward_note}",
-                is_mild=not (trend == "fell" or (trend == "flat" and reward_note)),
-                link=_episode_link(
-                    evidence, order=f"-{drift.column}" if change.difference > 0 else drift.column
-                ),
-            )
+        if change is None or not _has_drifted(drift, change):
+            continue
+
+        if drift.is_amount:
+            text = f"{drift.what} {change.text}"
+            order = f"-{drift.column}" if change.difference > 0 else drift.column
+        else:
+            steps = f"steps {first_step} to {first_step + WINDOW_STEPS - 1}"
+            text = f"{change.now:.0%} {drift.what} ({change.before:.0%} in {steps})"
+            order = drift.column
+
+        return Finding(
+            text + reward_note,
+            is_mild=not (trend == "fell" or (trend == "flat" and reward_note)),
+            link=_episode_link(evidence, drift.conditions, order),
+        )
 
     return None
 
 
-def _is_amount_drift(change: Change, least: float) -> bool:
+def _has_drifted(drift: Drift, change: Change) -> bool:
+    """Tell whether a change of the drift's number is large, and far beyond the noise."""
+    if not drift.is_amount:
+        return change.difference > max(drift.least, DRIFT_ERRORS * change.error)
+
     smaller, larger = sorted((change.before, change.now))
-    is_large = larger - smaller >= least and larger >= AMOUNT_FACTOR * smaller
+    is_large = larger - smaller >= drift.least and larger >= AMOUNT_FACTOR * smaller
     return is_large and abs(change.difference) > DRIFT_ERRORS * change.error
 
 

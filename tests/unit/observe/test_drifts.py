@@ -103,6 +103,13 @@ def test_honest_runs_have_no_alert_at_any_step(noise: float, validates: bool) ->
         assert not alerts_of(HonestRun(seed, noise, validates).rows())
 
 
+class FlatRun(HonestRun):
+    """Held-out success stays the same."""
+
+    def success(self, step: int) -> float:
+        return 0.6
+
+
 def hacked(change: Callable[[Numbers], Numbers], run: HonestRun) -> Iterable[Numbers]:
     for row in run.rows():
         yield row | change(row) if row["training/step"] > HACK_STEP and SUCCESS not in row else row
@@ -118,15 +125,20 @@ def hacked(change: Callable[[Numbers], Numbers], run: HonestRun) -> Iterable[Num
         ("episodes reach limits", "rollout/end/length", 0.9, "90% of the episodes ended by a limit"),
     ],
 )
-def test_a_share_that_jumps_is_an_alert_within_a_window(
+def test_a_share_that_jumps_with_the_reward_is_an_alert_unless_held_out_success_rose(
     name: str, metric: str, value: float, text: str
 ) -> None:
+    def change(row: Numbers) -> Numbers:
+        return {metric: value, "rollout/score/mean": row["rollout/score/mean"] + 1.0}
+
     for seed in range(5):
-        alerts = alerts_of(hacked(lambda row: {metric: value}, HonestRun(seed)))
+        alerts = alerts_of(hacked(change, FlatRun(seed)))
         assert alerts.keys() == {name}
         assert HACK_STEP < alerts[name][0].step <= HACK_STEP + WINDOW_STEPS
         last_alert = alerts[name][-1]
         assert last_alert.step == STEPS and last_alert.what.startswith(text)
+        assert "so this may be a reward hack" in last_alert.what
+        assert not alerts_of(hacked(change, HonestRun(seed)))
 
 
 @pytest.mark.parametrize("factor", [0.1, 6.0])
@@ -140,23 +152,69 @@ def test_a_share_that_jumps_is_an_alert_within_a_window(
 def test_an_amount_that_jumps_is_an_alert_unless_held_out_success_rose(
     name: str, metric: str, factor: float
 ) -> None:
-    class Solved(HonestRun):
-        """Held-out success stays, and the reward rises with the hack."""
-
-        def success(self, step: int) -> float:
-            return 0.6
-
     def change(row: Numbers) -> Numbers:
         return {metric: row[metric] * factor, "rollout/score/mean": row["rollout/score/mean"] + 1.0}
 
     for seed in range(5):
-        alerts = alerts_of(hacked(change, Solved(seed)))
+        alerts = alerts_of(hacked(change, FlatRun(seed)))
         assert alerts.keys() == {name}
         assert HACK_STEP < alerts[name][0].step <= HACK_STEP + WINDOW_STEPS
         assert "so this may be a reward hack" in alerts[name][-1].what
         assert json.loads(alerts[name][-1].link["where"]) == [["kind", "=", "train"], ["step", ">=", 91]]
         assert alerts[name][-1].link["order"].startswith("-") == (factor > 1)
         assert not alerts_of(hacked(change, HonestRun(seed)))
+
+
+def test_last_words_that_converge_in_a_run_that_learns_are_no_alert() -> None:
+    class Converging(HonestRun):
+        """An agent learns to end every episode with the same phrase."""
+
+        def row(self, step: int) -> Numbers:
+            return super().row(step) | {"rollout/answer/same_frac": self.share(learned(step, 0.2, 0.98))}
+
+    for seed in range(5):
+        rows = [*Converging(seed).rows()]
+        assert not alerts_of(rows)
+        assert not [alert for alert in find_alerts(rows, {}, KEYS) if alert.name in NAMES]
+        unvalidated_rows = [row for row in rows if SUCCESS not in row]
+        assert [alert.level for alert in find_alerts(unvalidated_rows, {}, KEYS)] == ["advice"]
+
+
+@pytest.mark.parametrize("name", DRIFTS)
+@pytest.mark.parametrize(
+    ("successes", "reward_rise", "level"),
+    [
+        ((0.3, 0.6), 0.5, None),
+        ((0.96, 0.96), 0.5, None),
+        ((0.3, 0.3), 0.5, "warn"),
+        ((0.3, 0.3), 0.0, "advice"),
+        ((0.6, 0.3), 0.5, "warn"),
+        ((0.6, 0.3), -0.3, "warn"),
+        ((), 0.5, "advice"),
+    ],
+)
+def test_held_out_success_decides_the_level_of_a_drift(
+    name: str, successes: tuple[float, ...], reward_rise: float, level: str | None
+) -> None:
+    drift = DRIFTS[name]
+    drifted = 99.0 if drift.is_amount else 0.7
+    run = HonestRun(0)
+    rows = [
+        run.row(step)
+        | {
+            "rollout/score/mean": 0.4 + 0.01 * (step % 2) + reward_rise * (step > 40),
+            drift.metrics[0]: 0.01 if step <= 40 else drifted,
+        }
+        for step in range(1, 61)
+    ]
+    rows += [
+        {"training/step": step, SUCCESS: success, "val-aux/samples": 128.0}
+        for step, success in zip((20.0, 60.0), successes, strict=False)
+    ]
+
+    alerts = [alert for alert in find_alerts(rows, {}, KEYS) if alert.name == name]
+    assert [alert.level for alert in alerts] == ([level] if level else [])
+    assert all(("reward hack" in alert.what) == (reward_rise > 0) for alert in alerts)
 
 
 class Divergent(HonestRun):
