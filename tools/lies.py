@@ -48,15 +48,18 @@ def train_demo(run_dir: Path, name: str, steps: int, overrides: list[str]) -> tu
     overrides = [f"total_steps={steps}", "data.test=''", "weights.on_mismatch=stop", *overrides]
     result = train(name.replace(" ", "_"), run_dir, overrides)
     step_rows = rows(run_dir / name.replace(" ", "_"))
-    last_row = step_rows[-1] if step_rows else {}
 
     error = str(result.get("error") or "")
     is_named = result["exit_code"] != 0 and "weights.on_mismatch" in error
+
+    def largest(metric: str) -> float:
+        return max((row.get(metric, 0.0) for row in step_rows), default=0.0)
+
     measured = [
-        f"{last_row.get('training/step', 0):.0f}",
-        f"{last_row.get('weights/probe_logprob_diff_mean', 0.0):.1e}",
-        f"{last_row.get('rollout_corr/logprob_diff_mean', 0.0):.1e}",
-        f"{last_row.get('weights/sample_surprisal_z', 0.0):.1f}",
+        f"{largest('training/step'):.0f}",
+        f"{largest('weights/probe_logprob_diff_mean'):.1e}",
+        f"{largest('rollout_corr/logprob_diff_mean'):.1e}",
+        f"{largest('weights/sample_surprisal_z'):.1f} ({largest('weights/sample_tokens'):,.0f})",
     ]
     return is_named, [*measured, error.partition(";")[0] or "no mismatch"]
 
@@ -81,7 +84,7 @@ def main() -> int:
             if is_named != is_lie:
                 failures.append(name)
 
-    header = ["engine", "steps", "probe gap", "token gap", "surprisal z", "what the run says"]
+    header = ["engine", "steps", "probe gap", "token gap", "surprisal z (tokens)", "what the run says"]
     print(table(header, lines))
     if failures:
         print(f"not as expected: {', '.join(failures)}")
