@@ -65,6 +65,7 @@ long: $(VENV)/dev smollm2 sglang-cpu  ## what is too long for every change, hour
 	$(BIN)/python tools/chaos.py --disk --faults 200 --every 2 --lease 2
 	$(BIN)/python tools/chaos.py --kinds kill pause --faults 20 engine=sglang_cpu
 	$(BIN)/python tools/chaos.py --experiment smollm2 --faults 30 --every 10 --lease 15 --deadline 900
+	$(BIN)/python tools/lies.py
 	$(BIN)/python tools/fuzz.py --inputs 1000000
 	$(BIN)/python tools/bench/demo_seeds.py --seeds 0 1 2 --random-reward
 	$(BIN)/python tools/bench/soak.py --minutes 30
