@@ -57,6 +57,7 @@ from asyncrl.conversation.turns import (
 )
 from asyncrl.errors import ProtocolError
 from asyncrl.types import (
+    MALFORMED_CALL,
     EpisodeEnd,
     FailReason,
     Generation,
@@ -71,7 +72,7 @@ from asyncrl.types import (
 
 FREE_DIVISOR = 4  # folding frees at least 1 / FREE_DIVISOR of a row, so that the next turns need no folding
 DROPPED_REPLY = "[dropped]"
-BAD_CALL = ToolCall("malformed_call", "{}")
+BAD_CALL = ToolCall(MALFORMED_CALL, "{}")
 
 
 class Episode(msgspec.Struct, frozen=True):
