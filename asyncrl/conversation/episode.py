@@ -319,7 +319,11 @@ def _next_turn(rules: Rules, episode: Episode, messages: tuple[Message, ...]) ->
     limits = rules.config
     row_number = len(episode.rows) - 1
 
-    history = _written_conversation(rules, episode)[: -len(messages)]
+    history: tuple[Message, ...] = ()
+    if rules.chat.depends_on_history(messages):
+        written_messages = _written_conversation(rules, episode)
+        history = written_messages[: len(written_messages) - len(messages)]
+
     delta_ids = rules.chat.delta_ids(messages, episode.rows[-1][-1], history, episode.opened.tools)
     if delta_ids is not None:
         prefix_ids = episode.rows[-1] + delta_ids
