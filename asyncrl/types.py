@@ -102,6 +102,9 @@ class FilterReason(enum.StrEnum):
     BASELINE = "baseline"  # the group's greedy episode: a part of the baseline, never trained
 
 
+MALFORMED_CALL = "malformed_call"  # the name in tool messages that report malformed calls
+
+
 class ToolCall(msgspec.Struct, frozen=True):
     """A tool call of the model, parsed. `arguments` is a JSON object, as text."""
 

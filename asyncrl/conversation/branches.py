@@ -401,11 +401,14 @@ class Branches:
         row_messages, row_ids = self._messages_and_ids(row_number)
         new_messages = request.messages[len(row_messages) :]
 
-        is_quick = is_short(new_messages, 0 if row_ids else sum(map(len, request.tools)))
-        if is_quick and row_ids and not is_short(request.messages):
-            # The whole request is tokenised if the template rewrites the row.
-            delta_ids = self._delta_ids(row_messages, row_ids, new_messages, request.tools)
-            is_quick = delta_ids is not None
+        tool_characters = sum(map(len, request.tools))
+        is_quick = is_short(new_messages, 0 if row_ids else tool_characters)
+        if is_quick and row_ids and not is_short((*row_messages, *new_messages), tool_characters):
+            # The complete conversation is rendered if the template reads the history or rewrites the row.
+            is_quick = (
+                not self._rules.chat.depends_on_history(self._rules.chat.fold(new_messages, False))
+                and self._delta_ids(row_messages, row_ids, new_messages, request.tools) is not None
+            )
 
         return None if is_quick else lambda: self._find_placement(request, is_side)
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from asyncrl.conversation.chat_probe import TemplateProbe, WrittenCall, common_prefix
+from asyncrl.conversation.chat_probe import Continuation, TemplateProbe, WrittenCall, common_prefix
 from asyncrl.conversation.chat_render import Tokenizer, find_renderer, fold
 from asyncrl.conversation.tokenizer import CHARACTERS_PER_TOKEN, ChunkEncoder, Cut, shorten
 from asyncrl.errors import ConfigError
@@ -119,13 +119,13 @@ class Chat:
         tools: tuple[str, ...] = (),
     ) -> tuple[int, ...] | None:
         """Return the tokens that the template writes between a turn that ended with the token `last_token`
-        and the next turn. `history`: the row's messages up to that turn. None if the template rewrites
-        earlier turns when these messages follow; ConfigError if the template refuses the roles.
+        and the next turn. `history`: the row's messages up to that turn, read only if the delta
+        `depends_on_history`. None if the template rewrites earlier turns when these messages follow;
+        ConfigError if the template refuses the roles.
 
         Any stop token ends the turn. After any other token, the delta begins with the end of the turn.
         """
-        role_runs = itertools.groupby(message.role for message in messages)
-        continuation = self._cached_continuation(tuple(role for role, _ in role_runs))
+        continuation = self._continuation(messages)
         if continuation.rewriting:
             return None
 
@@ -140,6 +140,11 @@ class Chat:
 
         turn_ended = bool(turn_end.token) and last_token in self.stop_ids
         return delta[1:] if turn_ended or delta[:1] == (last_token,) else delta
+
+    def depends_on_history(self, messages: tuple[Message, ...]) -> bool:
+        """Return True if `delta_ids` renders the complete history to write these messages. ConfigError if the
+        template refuses the roles."""
+        return self._continuation(messages).depends_on_history
 
     def fold(self, messages: tuple[Message, ...], beginning: bool) -> tuple[Message, ...]:
         """Fold messages that the template would refuse or drop into messages that the template accepts."""
@@ -222,6 +227,10 @@ class Chat:
         return shorten(
             self._tokenizer, "".join(map(self._without_control, text_parts)), limit, cut, missing_characters
         )
+
+    def _continuation(self, messages: tuple[Message, ...]) -> Continuation:
+        role_runs = itertools.groupby(message.role for message in messages)
+        return self._cached_continuation(tuple(role for role, _ in role_runs))
 
     def _without_control_tokens(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         """Break control tokens in replies of tools, also in replies that an agent sends, which nobody

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from asyncrl.conversation.chat_render import Accepted, Render
 from asyncrl.errors import ConfigError
-from asyncrl.types import Message, ToolCall
+from asyncrl.types import MALFORMED_CALL, Message, ToolCall
 
 # These tokens end only turns with tool calls: gpt-oss, Llama, GLM.
 CALL_TURN_ENDS = (
@@ -227,7 +227,7 @@ class TemplateProbe:
     def _marks_missing_calls(self) -> bool:
         """Return True if the template writes a tool message differently after a turn without calls: the
         error of a malformed call is such a message."""
-        reply = Message("tool", "asyncrl-0", name="malformed_call")
+        reply = Message("tool", "asyncrl-0", name=MALFORMED_CALL)
         try:
             text = self._render([_USER_MESSAGE, _model_turn(()), reply], (_PROBE_TOOL,))
         except ConfigError:
@@ -447,8 +447,10 @@ def _without_exchange(probe_id: re.Match[str]) -> str:
 
 
 def _answered_calls(messages: Iterable[Message]) -> tuple[ToolCall, ...]:
-    """Return the calls that the tool messages answer, marked."""
-    replies = [message for message in messages if message.role == "tool"]
+    """Return the calls that the tool messages answer, marked. The error of a malformed call answers a call
+    only if no other reply does: in a conversation, too, a turn with well-formed calls shows only these."""
+    tool_messages = [message for message in messages if message.role == "tool"]
+    replies = [message for message in tool_messages if message.name != MALFORMED_CALL] or tool_messages
     return _marked_calls(
         [ToolCall(reply.name or "asyncrl_probe", "", reply.tool_call_id) for reply in replies]
     )

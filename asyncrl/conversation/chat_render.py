@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from asyncrl.errors import ConfigError, one_line, users_code
-from asyncrl.types import Message, ToolCall
+from asyncrl.types import MALFORMED_CALL, Message, ToolCall
 from asyncrl.values import encodable
 
 Render = Callable[..., str]  # (messages, tools, opening=) -> text: a `Renderer`
@@ -212,7 +212,7 @@ _PROBE_CONVERSATION = (
     ),
     Message("tool", "asyncrl-three", tool_call_id="call_2", name="asyncrl_one"),
     Message("assistant", "asyncrl-wrong"),
-    Message("tool", "asyncrl-error", name="malformed_call"),
+    Message("tool", "asyncrl-error", name=MALFORMED_CALL),
     Message("assistant", "asyncrl-answer"),
     Message("user", "asyncrl-more"),
 )

@@ -57,6 +57,7 @@ from asyncrl.conversation.turns import (
 )
 from asyncrl.errors import ProtocolError
 from asyncrl.types import (
+    MALFORMED_CALL,
     EpisodeEnd,
     FailReason,
     Generation,
@@ -71,7 +72,7 @@ from asyncrl.types import (
 
 FREE_DIVISOR = 4  # folding frees at least 1 / FREE_DIVISOR of a row, so that the next turns need no folding
 DROPPED_REPLY = "[dropped]"
-BAD_CALL = ToolCall("malformed_call", "{}")
+BAD_CALL = ToolCall(MALFORMED_CALL, "{}")
 
 
 class Episode(msgspec.Struct, frozen=True):
@@ -318,7 +319,11 @@ def _next_turn(rules: Rules, episode: Episode, messages: tuple[Message, ...]) ->
     limits = rules.config
     row_number = len(episode.rows) - 1
 
-    history = _written_conversation(rules, episode)[: -len(messages)]
+    history: tuple[Message, ...] = ()
+    if rules.chat.depends_on_history(messages):
+        written_messages = _written_conversation(rules, episode)
+        history = written_messages[: len(written_messages) - len(messages)]
+
     delta_ids = rules.chat.delta_ids(messages, episode.rows[-1][-1], history, episode.opened.tools)
     if delta_ids is not None:
         prefix_ids = episode.rows[-1] + delta_ids

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.base import RewardInput, needs_truth, rewards, runs
-from asyncrl.types import EpisodeEnd
+from asyncrl.types import MALFORMED_CALL, EpisodeEnd
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _MARKED_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
@@ -189,7 +189,7 @@ def regex(episode: RewardInput, *, pattern: str, of: Literal["answer", "transcri
 def well_formed(episode: RewardInput) -> float:
     """Give 1.0 for an episode that ended by itself, with an answer, and without malformed tool calls."""
     has_malformed_call = any(
-        message.role == "tool" and message.name == "malformed_call" for message in episode.messages
+        message.role == "tool" and message.name == MALFORMED_CALL for message in episode.messages
     )
     ended_by_itself = episode.end in (EpisodeEnd.ANSWERED, EpisodeEnd.DONE)
     return float(ended_by_itself and bool(episode.answer.strip()) and not has_malformed_call)

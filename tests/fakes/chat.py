@@ -61,6 +61,9 @@ class FakeChat:
             return None
         return (*encode("".join(self._written(message) for message in messages)), OPEN)
 
+    def depends_on_history(self, messages: tuple[Message, ...]) -> bool:
+        return False
+
     def fold(self, messages: tuple[Message, ...], beginning: bool) -> tuple[Message, ...]:
         return messages
 

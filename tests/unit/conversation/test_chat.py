@@ -116,6 +116,15 @@ def test_replies_get_the_numbers_of_their_calls_in_the_whole_conversation() -> N
     assert numbers == [["0", "1"], ["2"], [""], ["3", "4"]]
 
 
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "tool" in family.appends])
+def test_the_error_of_a_malformed_call_follows_the_replies_to_the_calls_of_the_turn(name: str) -> None:
+    chat = chat_of(name)
+    answer = (REPLY, Message("tool", "error: no JSON", name="malformed_call"))
+    delta = chat.delta_ids(answer, ids(name, FAMILIES[name].ends[1])[0], CALLED, (TOOL,))
+    assert delta is not None and "no JSON" in chat.decode(delta)
+    assert chat.prompt_ids((*CALLED, *answer), (TOOL,))[-len(delta) :] == delta
+
+
 @having("after another end")
 def test_delta_after_other_ends(name: str, fact: Any) -> None:
     after, begins = fact

@@ -4,12 +4,15 @@ anew, is what is in the row."""
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from asyncrl.config import RolloutConfig
 from asyncrl.conversation.branches import Branches
 from asyncrl.conversation.chat import Chat
+from asyncrl.conversation.chat_render import Renderer
 from asyncrl.conversation.commands import (
     CallTools,
     Generate,
@@ -68,12 +71,16 @@ def rules_of(name: str, *, environment: bool = False, history: str = "append") -
     return Rules(chat, load_parser(PARSERS[name]), config)
 
 
-def says(name: str, rules: Rules, episode: Episode, turn: Message) -> Episode:
+def engine_output(name: str, turn: Message) -> Generation:
+    """The tokens with which the family's model writes the turn."""
     family = FAMILIES[name]
     written = family.writes(turn) + family.ends[bool(turn.tool_calls)]
     ids = tuple(tokenizer_of(name).encode(written, add_special_tokens=False))
-    made = Generation(ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 1, 1),), StopReason.STOP)
-    return advance_episode(rules, episode, TurnGenerated(made))
+    return Generation(ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 1, 1),), StopReason.STOP)
+
+
+def says(name: str, rules: Rules, episode: Episode, turn: Message) -> Episode:
+    return advance_episode(rules, episode, TurnGenerated(engine_output(name, turn)))
 
 
 def turn_of(name: str, city: str) -> Message:
@@ -130,6 +137,66 @@ def test_answers_extend_the_row_or_begin_one_where_the_template_rewrites(name: s
     if role == "user" and family.thinks:
         shown = rules.chat.decode(episode.rows[-1])
         assert shown.count("Hm.") == 1, "only the turn that the row is for thinks in it"
+
+
+@pytest.mark.parametrize(("name", "reads"), [("qwen2.5", False), ("command-a", True)])
+def test_the_history_is_built_only_for_templates_that_read_it(
+    name: str, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    histories: list[tuple[Message, ...]] = []
+    delta_ids = Chat.delta_ids
+
+    def recorded_delta_ids(
+        self: Chat, messages: tuple[Message, ...], last: int, history: tuple[Message, ...], tools: Any
+    ) -> tuple[int, ...] | None:
+        histories.append(history)
+        return delta_ids(self, messages, last, history, tools)
+
+    monkeypatch.setattr(Chat, "delta_ids", recorded_delta_ids)
+    rules = rules_of(name)
+    episode = advance_episode(rules, begin_episode(SAMPLE), Opened((TOOL,)))
+    for n in range(2):
+        episode = answered(name, rules, episode, turn_of(name, f"Ulm {n}"))
+        said = conversation(rules, episode)
+        assert histories[n] == (said[: len(said) - len(episode.turns[n].replies)] if reads else ())
+    check_row(rules, episode)
+
+
+@pytest.mark.parametrize(("name", "reads"), [("qwen2.5", False), ("command-a", True)])
+def test_an_agents_long_conversation_is_rendered_in_the_thread_for_templates_that_read_it(
+    name: str, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if only a short reply is new; the placement then needs no further rendering."""
+    monkeypatch.setattr("asyncrl.conversation.requests.LONG_TEXT_CHARACTERS", 1000)
+    branches = Branches(rules_of(name))
+    messages = (Message("user", "Rain in Ulm? " * 100),)
+    for n in range(2):
+        place = branches.place_request(AgentRequest(messages, (TOOL,)))
+        assert isinstance(place, Placement)
+        made = engine_output(name, turn_of(name, f"Ulm {n}"))
+        said = branches.add_turn(place, branches.next_turn(place, made))
+        messages += (said, *(Message("tool", f"{n}", tool_call_id=call.id) for call in said.tool_calls))
+
+    lengths: list[int] = []
+    render = Renderer.__call__
+
+    def counted_render(self: Renderer, messages: Sequence[Message], *arguments: Any, **options: Any) -> str:
+        lengths.append(len(messages))
+        return render(self, messages, *arguments, **options)
+
+    monkeypatch.setattr(Renderer, "__call__", counted_render)
+    request = AgentRequest(messages, (TOOL,))
+    pending = branches.pending_rendering(request)
+    assert (pending is not None) == reads
+    assert all(length < len(messages) - 1 for length in lengths), "the event loop renders no history"
+    if pending is not None:
+        pending()
+        assert max(lengths) == len(messages)
+
+    lengths.clear()
+    place = branches.place_request(request)
+    assert isinstance(place, Placement) and (place.row, lengths) == (0, [])
+    assert place.ids == branches._rules.chat.prompt_ids(place.messages, (TOOL,))
 
 
 def test_a_prompt_of_another_day_does_not_continue() -> None:

@@ -95,8 +95,8 @@ def random_answer(random: Random, turn: Message, tools: tuple[str, ...]) -> tupl
         Message("tool", random.choice(WORDS), tool_call_id=call.id, name=call.name)
         for call in turn.tool_calls
     )
-    if not replies and tools and random.random() < 0.2:  # the turn's call could not be read
-        replies = (Message("tool", "error: no JSON", name="malformed_call"),)
+    if tools and random.random() < 0.2:  # a call of the turn could not be read
+        replies += (Message("tool", "error: no JSON", name="malformed_call"),)
     if replies and random.random() < 0.8:
         return replies
     return (*replies, Message("user", random.choice(WORDS)))
