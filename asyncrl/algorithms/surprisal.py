@@ -46,7 +46,10 @@ class SurprisalTest:
 
     @property
     def z(self) -> float:
-        """Return the deviation in standard deviations; about normal if p has sampled the tokens."""
+        """Return the deviation in standard deviations; about normal if p has sampled the tokens. The result
+        is inf if a sum is not finite."""
+        if not math.isfinite(self.deviation + self.spread):
+            return math.inf
         return self.deviation / math.sqrt(self.spread) if self.spread > 0 else 0.0
 
     @property

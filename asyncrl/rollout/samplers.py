@@ -115,8 +115,7 @@ class LocalSampler:
         """Sample a turn on weights that are not older than `min_version()`. Raises EngineError."""
         await self.wait_for_version(min_version)
         try:
-            with self._engine_busy():
-                generation = await self._required_engine().generate(request)
+            generation = await self.generate_uncounted(request)
         except EngineError as error:
             self.failures_in_row += not isinstance(error, EngineRefused)
             if self.failures_in_row >= MAX_FAILURES:
@@ -125,6 +124,12 @@ class LocalSampler:
 
         self.failures_in_row = 0
         return generation
+
+    async def generate_uncounted(self, request: Request) -> Generation:
+        """Sample with the weights in use, for a test of the engine: neither a failure nor a success changes
+        the number of failed turns in a row. Raises EngineError."""
+        with self._engine_busy():
+            return await self._required_engine().generate(request)
 
     async def score(self, request: Request) -> tuple[float, ...]:
         with self._engine_busy():

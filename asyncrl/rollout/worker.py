@@ -144,7 +144,10 @@ class RolloutWorker:
                 self._weight_mirror,
             )
             sampler = LocalSampler("train", build_engine, *sampler_parts, engine=engine)
-            sampler.probe_sampling = ProbeSampling(config, index, sampler.generate, sampler.release)
+            if config.total_steps:  # without training nobody scores the samples
+                sampler.probe_sampling = ProbeSampling(
+                    config, index, sampler.generate_uncounted, sampler.release
+                )
             self._local_samplers["train"] = sampler
             self._local_samplers["eval"] = LocalSampler(
                 "eval", build_engine, *sampler_parts, keeps_version=True

@@ -15,7 +15,7 @@ from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import Request, Sampling
-from asyncrl.errors import one_line, recorded
+from asyncrl.errors import Failure, recorded
 from asyncrl.types import NO_VERSION, Generation, PolicyVersion
 from asyncrl.weights.manifest import Probe
 from asyncrl.wire.messages.shared import Loaded, ProbeSamples, SampledSequence
@@ -25,16 +25,19 @@ log = logging.getLogger("asyncrl.engine")
 SAMPLE_COUNT = 64  # sequences
 SAMPLE_TOKENS = 16  # sampled tokens of each sequence
 PROMPT_TOKENS = 8
-REQUESTS_AT_ONCE = 16  # sequences in a batch: turns of episodes find room beside it
+# Sequences in a batch, at most. In an embedded engine each sequence takes a slot. Without a free slot, an
+# episode that waits between two turns loses its slot, and its prefix is computed again.
+REQUESTS_AT_ONCE = 16
+SLOTS_PER_SEQUENCE = 4  # a batch takes at most a quarter of `rollout.slots`
 SAMPLE_SECONDS = 60.0  # seconds for all sequences of a version
 
 
 class ProbeSampling:
     """Samples once with each version whose probe was compared, and reports the sequences. Nothing waits for
-    the task: a newer version, a sleep or the deadline ends it, and errors are only logged.
+    the task: a newer version, a sleep or the deadline ends the task, and errors are only logged.
 
-    `generate` and `release` are those of the engine that samples the turns of episodes. `engine`: the index
-    of the worker or of the server.
+    `generate` and `release` use the engine that samples the turns of episodes. `engine`: the index of the
+    worker or of the server.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class ProbeSampling:
         self._engine = engine
         self._generate = generate
         self._release = release
+        self._batch_size = min(REQUESTS_AT_ONCE, max(1, config.rollout.slots // SLOTS_PER_SEQUENCE))
         self._version = NO_VERSION  # sampled last
         self._task: asyncio.Task[None] | None = None
 
@@ -87,35 +91,54 @@ class ProbeSampling:
         first batches still count."""
         with recorded() as failure:
             async with asyncio.timeout(SAMPLE_SECONDS):
-                for start in range(0, len(requests), REQUESTS_AT_ONCE):
-                    sequences = await self._sample_batch(version, requests[start : start + REQUESTS_AT_ONCE])
+                for start in range(0, len(requests), self._batch_size):
+                    sequences = await self._sample_batch(version, requests[start : start + self._batch_size])
                     if sequences:
                         await report(ProbeSamples(version, sequences))
 
-        error = failure.error
-        if isinstance(error, ExceptionGroup):  # by the task group
-            error = error.exceptions[0]
-        if error is not None:
-            log.info("v%d was not sampled for the test of the engine: %s", version.step, one_line(error))
+        if failure:
+            log.info("v%d: sampling for the engine's test did not finish: %s", version.step, failure.line)
 
     async def _sample_batch(
         self, version: PolicyVersion, requests: Sequence[Request]
     ) -> tuple[SampledSequence, ...]:
-        """Return the sequences that only this version has sampled."""
+        """Return the sequences that only this version has sampled, without those of failed requests."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._generate(request)) for request in requests]
+                tasks = [group.create_task(self._generate_recorded(request)) for request in requests]
         finally:
             for request in requests:
                 self._release(request.session)
 
-        generations = [task.result() for task in tasks]
-        return tuple(
-            SampledSequence(request.ids + generation.ids, generation.logprobs)
-            for request, generation in zip(requests, generations, strict=True)
-            if generation.ids
-            and all(span.version == span.kv_version == version.step for span in generation.spans)
-        )
+        sequences = list[SampledSequence]()
+        error_lines = list[str]()
+        for request, task in zip(requests, tasks, strict=True):
+            generation = task.result()
+            if isinstance(generation, Failure):
+                error_lines.append(generation.line)
+            elif generation.ids and all(
+                span.version == span.kv_version == version.step for span in generation.spans
+            ):
+                # The coordinator accepts no longer sequences; a user's engine may sample more than requested.
+                ids = generation.ids[:SAMPLE_TOKENS]
+                logprobs = generation.logprobs[:SAMPLE_TOKENS]
+                sequences.append(SampledSequence(request.ids + ids, logprobs))
+
+        if error_lines:
+            log.info(
+                "v%d: %d of %d sequences for the engine's test could not be sampled: %s",
+                version.step,
+                len(error_lines),
+                len(requests),
+                error_lines[0],
+            )
+        return tuple(sequences)
+
+    async def _generate_recorded(self, request: Request) -> Generation | Failure:
+        """Return the generation, or the error of the engine."""
+        with recorded() as failure:
+            return await self._generate(request)
+        return failure
 
 
 def sample_requests(

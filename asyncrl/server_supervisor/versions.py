@@ -35,7 +35,7 @@ class ServerVersions:
         self._index = index
 
         self._server: Loader | None = None
-        self._client: SGLangClient | None = None  # set with the server
+        self._client: SGLangClient | None = None  # set with the server, in a run that trains
         self._probe_sampling: ProbeSampling | None = None  # set with the client
         self._loaded_count = 0  # loaded versions in all
         self._failures = LoadFailures()
@@ -57,13 +57,15 @@ class ServerVersions:
     async def attach_server(self, server: Attached, attachment: str) -> None:
         """Take over a started server. In a run with shifts an unneeded server is put to sleep at once."""
         self._server = await asyncio.to_thread(build_loader, self._config, self._index, server, attachment)
-        vocabulary = await asyncio.to_thread(vocabulary_size_of, self._config.model.path)
-        client = SGLangClient(server.api, self._config, vocabulary, salt=attachment)
-        self._client = client
-        # The server forgets prefixes by itself: there is nothing to release.
-        self._probe_sampling = ProbeSampling(
-            self._config, self._index, client.generate, release=lambda session: None
-        )
+        if self._config.total_steps:  # without training nobody scores the samples
+            vocabulary = await asyncio.to_thread(vocabulary_size_of, self._config.model.path)
+            client = SGLangClient(server.api, self._config, vocabulary, salt=attachment)
+            self._client = client
+            # The server forgets prefixes by itself: there is nothing to release.
+            self._probe_sampling = ProbeSampling(
+                self._config, self._index, client.generate, release=lambda session: None
+            )
+
         if self._config.shifts and not self._weight_loader.has_waiting:
             await self._server.sleep()
 

@@ -329,22 +329,19 @@ class TrainerRank:
 
     def _score_samples(self, plan: trainer.WorkPlan) -> None:
         """Score the sequences that engines have sampled with the version that this trainer holds."""
-        scored_sums = list[trainer.SurprisalSums]()
         with self.timeline.span("probe"), self.stopwatch.phase("update_weights"):
-            for samples in plan.samples:
-                sums = sum_surprisals(
-                    self.learner.policy,
-                    samples.engine,
-                    samples.sequences,
-                    temperature=self.config.rollout.temperature,
-                    device=self.trainer_world.device,
-                )
-                scored_sums.append(sums)
-                self.publishing.allow_pause()
+            scored_sums = sum_surprisals(
+                self.learner.policy,
+                plan.samples,
+                temperature=self.config.rollout.temperature,
+                token_budget=self.learner.token_budget,
+                device=self.trainer_world.device,
+                after_forward=self.client.after_micro_batch,
+            )
 
         if self.is_first:
             version = PolicyVersion(self.trainer_epoch, self.learner.step)
-            self.client.control.send(trainer.ScoredSamples(version, tuple(scored_sums)))
+            self.client.control.send(trainer.ScoredSamples(version, scored_sums))
 
     def _save_if_due(self) -> None:
         """Begin a checkpoint after a commit, if due; a checkpoint that becomes due while another is being

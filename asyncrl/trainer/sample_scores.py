@@ -1,32 +1,93 @@
-"""Scores the sequences that an engine has sampled for a test, with the policy of the trainer."""
+"""Scores the sequences that engines have sampled for a test, with the policy of the trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.config import Packing
 from asyncrl.trainer.model import Policy
 from asyncrl.trainer.scores import Selected
 from asyncrl.wire.messages.shared import SampledSequence
-from asyncrl.wire.messages.trainer import SurprisalSums
+from asyncrl.wire.messages.trainer import EngineSamples, SurprisalSums
 
 
 @torch.no_grad()
 def sum_surprisals(
     policy: Policy,
-    engine: str,
-    sequences: Sequence[SampledSequence],
+    samples: Sequence[EngineSamples],
     *,
     temperature: float,
+    token_budget: int,
     device: torch.device,
-) -> SurprisalSums:
-    """Return the sums of `SurprisalSums` over the sampled tokens. A collective. Several agents' adapters:
-    those of the first agent."""
+    after_forward: Callable[[], None],
+) -> tuple[SurprisalSums, ...]:
+    """Return the sums of `SurprisalSums` of each engine, over the tokens that the engine has sampled. Sums
+    that are not finite are inf.
+
+    The sequences of all engines share forwards of at most `token_budget` tokens, including padding. A
+    collective, and so is each forward; `after_forward` is called between them. Several agents' adapters:
+    those of the first agent.
+    """
+    sequences = [sequence for engine_samples in samples for sequence in engine_samples.sequences]
+    longest = max(len(sequence.ids) for sequence in sequences)
+    sequences_per_forward = max(1, token_budget // longest)
+
+    forward_scores = list[Tensor]()
+    for start in range(0, len(sequences), sequences_per_forward):
+        forward_sequences = sequences[start : start + sequences_per_forward]
+        forward_scores.append(_score_sequences(policy, forward_sequences, temperature, device))
+        after_forward()
+
+    logprobs, entropy, variance = torch.cat(forward_scores, dim=1)
+    deviations = -logprobs - entropy
+    reported_logprobs = torch.tensor(
+        [logprob for sequence in sequences for logprob in sequence.logprobs], dtype=torch.float64
+    )
+
+    token_counts = [
+        sum(len(sequence.logprobs) for sequence in engine_samples.sequences) for engine_samples in samples
+    ]
+    engine_of = torch.arange(len(samples)).repeat_interleave(torch.tensor(token_counts))
+
+    def sum_by_engine(values: Tensor) -> list[float]:
+        sums = torch.zeros(len(samples), dtype=torch.float64).index_add(0, engine_of, values)
+        # Decoding refuses a NaN, and the message with the sums of all engines would be lost.
+        return [value if math.isfinite(value) else math.inf for value in sums.tolist()]
+
+    columns = zip(
+        samples,
+        token_counts,
+        sum_by_engine(deviations),
+        sum_by_engine(deviations.square()),
+        sum_by_engine(variance),
+        sum_by_engine((logprobs - reported_logprobs).abs()),
+        strict=True,
+    )
+    return tuple(
+        SurprisalSums(
+            engine=engine_samples.engine,
+            tokens=tokens,
+            deviation=deviation,
+            squares=squares,
+            variance=variance_sum,
+            gap=gap,
+        )
+        for engine_samples, tokens, deviation, squares, variance_sum, gap in columns
+    )
+
+
+def _score_sequences(
+    policy: Policy, sequences: Sequence[SampledSequence], temperature: float, device: torch.device
+) -> Tensor:
+    """Return log-prob, entropy and variance of the surprisal of the sampled tokens [3, N], on the host and in
+    float64, for sums of many tokens. Runs one forward."""
     counts = [len(sequence.logprobs) for sequence in sequences]
     sequence_of = np.repeat(np.arange(len(sequences)), counts)
     position = np.concatenate(
@@ -49,21 +110,4 @@ def sum_surprisals(
     cast(FSDPModule, policy).reshard()  # a forward without a backward leaves the root's parameters whole
     assert scores.variance is not None, "the variance was requested"
 
-    # In float64: sums of many tokens.
-    logprobs, entropy, variance = (
-        column.double().cpu() for column in (scores.logp, scores.entropy, scores.variance)
-    )
-    deviations = -logprobs - entropy
-    reported_logprobs = torch.tensor(
-        [logprob for sequence in sequences for logprob in sequence.logprobs], dtype=torch.float64
-    )
-    gap = float((logprobs - reported_logprobs).abs().sum())
-
-    return SurprisalSums(
-        engine=engine,
-        tokens=len(logprobs),
-        deviation=float(deviations.sum()),
-        squares=float(deviations.square().sum()),
-        variance=float(variance.sum()),
-        gap=gap if np.isfinite(gap) else float("inf"),
-    )
+    return torch.stack([column.double().cpu() for column in (scores.logp, scores.entropy, scores.variance)])

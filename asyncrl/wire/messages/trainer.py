@@ -87,7 +87,8 @@ class Probed(WireMessage, frozen=True):
 class SurprisalSums(msgspec.Struct, frozen=True):
     """Sums over tokens that an engine has sampled, scored by the trainer at the temperature of the run. With
     ξ = -log p - H of a token, H the entropy: `deviation` Σ ξ, `squares` Σ ξ², `variance` the sum of the
-    expectations of ξ². `gap`: the sum of the differences to the reported log-probs."""
+    expectations of ξ². `gap`: the sum of the differences to the reported log-probs. A sum is infinite
+    if one of its terms is no number."""
 
     engine: str  # identity of the peer
     tokens: Count

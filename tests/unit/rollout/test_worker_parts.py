@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,15 +14,19 @@ from msgspec.structs import replace
 
 from asyncrl.config import parse
 from asyncrl.engines.base import EngineRefused, Request, Sampling
+from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import EngineError
 from asyncrl.rollout.samplers import MAX_FAILURES, LocalSampler
+from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.runtime.activity import ASLEEP, BusyTimer, Notifier, Waits
 from asyncrl.runtime.liveness import Contact, ContactState
-from asyncrl.runtime.probe_sampling import REQUESTS_AT_ONCE, ProbeSampling
+from asyncrl.runtime.probe_sampling import REQUESTS_AT_ONCE, SAMPLE_COUNT, ProbeSampling
 from asyncrl.runtime.weight_loader import LOAD_TRIES
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
-from asyncrl.wire.messages.shared import Loaded, ProbeGap
+from asyncrl.wire.messages.shared import Loaded, ProbeGap, ProbeSamples
+from asyncrl.wire.sockets import Endpoints
+from tests.fakes.chatml import save_tiny_chat_model
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.loop import Intervals, settle
 
@@ -162,7 +167,7 @@ async def test_a_compared_version_is_sampled_after_its_report_until_the_engine_s
     f = Fixture()
     f.engine.load_gate.clear()
     config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}})
-    f.lane.probe_sampling = ProbeSampling(config, 0, f.lane.generate, f.lane.release)
+    f.lane.probe_sampling = ProbeSampling(config, 0, f.lane.generate_uncounted, f.lane.release)
     f.lane.loads.offer_version(ref(1), Probe((1, 2, 3), (-1.0, -1.5)))
     await settle()
     assert not f.engine.requests
@@ -182,6 +187,52 @@ async def test_a_compared_version_is_sampled_after_its_report_until_the_engine_s
     assert len(f.engine.cancelled) == 2 * REQUESTS_AT_ONCE and f.versions == [1, 2]
     f.task.cancel()
     await f.lane.close()
+
+
+async def test_samples_for_the_test_leave_the_count_of_failed_turns_alone() -> None:
+    f = Fixture()
+    config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}})
+    f.lane.probe_sampling = ProbeSampling(config, 0, f.lane.generate_uncounted, f.lane.release)
+    failing = ["s"]
+
+    def script(request: Request) -> str:
+        if request.session.startswith(tuple(failing)):
+            raise EngineError("the engine failed")
+        return "hello"
+
+    f.engine.script = script
+    for _ in range(MAX_FAILURES - 1):
+        with pytest.raises(EngineError):
+            await f.lane.generate(REQUEST)
+
+    for version, failing[:] in ((1, ["s"]), (2, ["probe"])):
+        f.lane.loads.offer_version(ref(version), Probe((1, 2, 3), (-1.0, -1.5)))
+        async with asyncio.timeout(60):
+            while len(f.engine.requests) < MAX_FAILURES - 1 + version * SAMPLE_COUNT:
+                await settle()
+        assert f.lane.failures_in_row == MAX_FAILURES - 1 and not f.task.done()
+
+    assert any(isinstance(answer, ProbeSamples) for answer in f.answers)
+    f.task.cancel()
+    await f.lane.close()
+
+
+def test_only_a_run_that_trains_samples_for_the_test(tmp_path: Path) -> None:
+    model_path = save_tiny_chat_model(tmp_path / "model")
+    base = {"name": "t", "run_dir": str(tmp_path), "model": {"path": model_path}, "data": {"train": "d"}}
+    for total_steps in (0, 1):
+        worker = RolloutWorker(
+            Endpoints("", ""),
+            index=0,
+            incarnation="i",
+            episode_parts=EpisodeParts(parse(base | {"total_steps": total_steps})),
+            build_engine=lambda: ScriptedEngine(lambda request: ""),
+            connectors={},
+            engine=None,
+        )
+        probe_sampling = worker._local_samplers["train"].probe_sampling
+        assert (probe_sampling is not None) is bool(total_steps)
+        worker.timeline.close()
 
 
 @pytest.mark.parametrize(("engine", "gap"), [(-1.0, 0.5), (math.nan, math.inf)])

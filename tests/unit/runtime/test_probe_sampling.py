@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.config import parse
@@ -18,10 +19,10 @@ from asyncrl.runtime.probe_sampling import (
     SAMPLE_TOKENS,
     ProbeSampling,
 )
-from asyncrl.types import PolicyVersion
+from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
-from asyncrl.wire.messages.shared import Loaded, ProbeSamples
-from tests.fakes.engine import ScriptedEngine
+from asyncrl.wire.messages.shared import MAX_SAMPLE_TOKENS, Loaded, ProbeSamples
+from tests.fakes.engine import ScriptedEngine, generation
 from tests.fakes.loop import settle
 
 PROBE = Probe(tuple(range(40, 60)), (-1.0,) * 19)
@@ -89,7 +90,7 @@ async def test_a_version_with_a_probe_is_sampled_once() -> None:
     assert len(await fixture.sample()) == 4
 
 
-@pytest.mark.parametrize("event", ["newer version", "sleep", "close", "deadline", "error"])
+@pytest.mark.parametrize("event", ["newer version", "sleep", "close", "deadline"])
 async def test_sampling_ends_early_and_releases_its_sessions(
     event: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,19 +108,63 @@ async def test_sampling_ends_early_and_releases_its_sessions(
         fixture.sampling.stop()
     elif event == "close":
         await fixture.sampling.close()
-    elif event == "error":
-
-        def fail(request: Request) -> str:
-            raise EngineError("broken")
-
-        fixture.engine.script = fail
-        fixture.engine.gate.set()
 
     assert await fixture.sample() == []
     assert len(fixture.sessions) in (0, REQUESTS_AT_ONCE)
     assert {*fixture.engine.released} >= {*fixture.sessions}
-    assert ("v4 was not sampled" in caplog.text) is (event in ("deadline", "error"))
-    assert event != "error" or "broken" in caplog.text
+    assert ("v4: sampling for the engine's test did not finish" in caplog.text) is (event == "deadline")
+
+
+@pytest.mark.parametrize("failing", ["-3", ""])
+async def test_failed_requests_cost_only_their_sequences(
+    failing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    fixture = Fixture()
+
+    def script(request: Request) -> str:
+        if request.session.endswith(failing):
+            raise EngineError("broken")
+        return TEXT
+
+    fixture.engine.script = script
+    fixture.load(4)
+    sequences = [sequence for report in await fixture.sample() for sequence in report.sequences]
+    assert len(sequences) == (SAMPLE_COUNT - 1 if failing else 0)
+    failed_count = 1 if failing else REQUESTS_AT_ONCE
+    assert f"v4: {failed_count} of {REQUESTS_AT_ONCE} sequences" in caplog.text and "broken" in caplog.text
+    assert sorted(fixture.engine.released) == sorted(fixture.sessions)
+
+
+@pytest.mark.parametrize(("slots", "batch_size"), [(1, 1), (8, 2), (256, REQUESTS_AT_ONCE)])
+async def test_a_batch_leaves_most_slots_to_episodes(slots: int, batch_size: int) -> None:
+    fixture = Fixture(rollout={"slots": slots})
+    fixture.engine.gate.clear()
+    fixture.load(4)
+    await settle()
+    assert len(fixture.engine.requests) == batch_size
+
+    fixture.engine.gate.set()
+    reports = await fixture.sample()
+    assert {len(report.sequences) for report in reports} == {batch_size}
+    assert len(reports) * batch_size == SAMPLE_COUNT
+
+
+async def test_a_sequence_that_is_too_long_is_cut_and_accepted_by_the_coordinator() -> None:
+    fixture = Fixture()
+    long_generation = generation("x" * (MAX_SAMPLE_TOKENS + 1), version=4)
+
+    async def generate(request: Request) -> Generation:
+        return long_generation
+
+    fixture.sampling._generate = generate
+    fixture.load(4)
+    reports = await fixture.sample()
+    for report in reports:
+        decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=ProbeSamples)
+        assert {len(sequence.ids) for sequence in decoded.sequences} == {PROMPT_TOKENS + SAMPLE_TOKENS}
+        assert {len(sequence.logprobs) for sequence in decoded.sequences} == {SAMPLE_TOKENS}
+    assert len(reports) == 4
 
 
 async def test_sequences_across_an_update_are_dropped() -> None:

@@ -188,6 +188,22 @@ async def test_a_server_whose_loader_cannot_be_made_is_disconnected(tmp_path: Pa
         assert server.api._http_session is None
 
 
+async def test_a_run_without_training_samples_nothing_for_the_test(tmp_path: Path) -> None:
+    async with scripted() as script, attached_supervisor(tmp_path, script.url) as supervisor:
+        answering(script, paused=False, label="e1-v1")
+        versions = supervisor._versions
+        assert versions is not None
+        versions._config = msgspec.structs.replace(versions._config, total_steps=0)
+        server = await supervisor._start_server()
+        with patch("asyncrl.server_supervisor.versions.build_loader", return_value=AsyncMock()):
+            await versions.attach_server(server, "i")
+
+        versions._weight_loader.compared_probe = Probe((7, 8, 9), (-1.0, -1.0))
+        versions.sample_version(FINE, supervisor._control.send)
+        assert versions._probe_sampling is None
+        await server.api.close()
+
+
 async def test_a_loaded_version_is_sampled_as_workers_sample_turns(tmp_path: Path) -> None:
     async with scripted() as script, attached_supervisor(tmp_path, script.url) as supervisor:
         answering(script, paused=False, label="e1-v1")
