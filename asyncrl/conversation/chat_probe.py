@@ -23,7 +23,7 @@ from asyncrl.conversation.chat_render import Accepted, Render
 from asyncrl.errors import ConfigError
 from asyncrl.types import MALFORMED_CALL, Message, ToolCall
 
-# These tokens end only turns with tool calls: gpt-oss, Llama, GLM.
+# Tokens that end only turns with tool calls: gpt-oss, Llama, GLM.
 CALL_TURN_ENDS = (
     "<|call|>",
     "<|eom_id|>",

@@ -136,12 +136,12 @@ class Mismatches:
     def due_replacements(self, now: float) -> list[tuple[bytes, Replace, bool]]:
         """Return the processes to be replaced, with the requests, and True if a request is repeated: the
         launcher may have missed the first, or may not have started the process."""
-        due: list[tuple[bytes, Replace, bool]] = []
+        due_requests: list[tuple[bytes, Replace, bool]] = []
         for peer, message in self._replacements.items():
             if now >= self._next_request_at.get(peer, now):
-                due.append((peer, message, peer in self._next_request_at))
+                due_requests.append((peer, message, peer in self._next_request_at))
                 self._next_request_at[peer] = now + self._replace_again_seconds
-        return due
+        return due_requests
 
     @property
     def _sampling_rounding(self) -> float | None:

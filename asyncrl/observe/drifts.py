@@ -71,14 +71,14 @@ class Change(NamedTuple):
 
 
 def change_of(
-    names: Sequence[str], before: Sequence[Row], now: Sequence[Row], *others: Sequence[Row]
+    names: Sequence[str], before: Sequence[Row], now: Sequence[Row], *other_windows: Sequence[Row]
 ) -> Change | None:
-    """Compare the sum of some metrics in two windows. The noise is that of the noisiest window, `others`
-    included, because a short window may be quiet by chance. None if one of the two windows lacks half of the
-    values."""
+    """Compare the sum of some metrics in two windows. The noise is that of the noisiest window,
+    `other_windows` included, because a short window may be quiet by chance. None if one of the two windows
+    lacks half of the values."""
     windows = [
         [sum(row[name] for name in names) for row in rows if all(name in row for name in names)]
-        for rows in (before, now, *others)
+        for rows in (before, now, *other_windows)
     ]
     if min(len(windows[0]), len(windows[1])) < WINDOW_STEPS // 2:
         return None
@@ -292,15 +292,15 @@ def find_carrier(evidence: Evidence) -> Finding | None:
 
     rises = {name: weights[name] * change.difference for name, change in changes.items()}
     carrier = max(rises, key=lambda name: rises[name])
-    others = changes.keys() - {carrier}
+    other_components = changes.keys() - {carrier}
     if rises[carrier] < CARRIED_SHARE * reward.difference:
         return None
-    if any(rises[name] > (1 - CARRIED_SHARE) * reward.difference for name in others):
+    if any(rises[name] > (1 - CARRIED_SHARE) * reward.difference for name in other_components):
         return None
 
     fallen = [
         name
-        for name in sorted(others)
+        for name in sorted(other_components)
         if changes[name].is_clear and -rises[name] > TRADED_SHARE * reward.difference
     ]
     if not fallen and trend == "unknown":

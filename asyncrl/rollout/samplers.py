@@ -52,7 +52,7 @@ class LocalSampler:
     engine: Engine | None = None
     running_episodes: int = 0
     failures_in_row: int = 0  # failed turns
-    probe_sampling: ProbeSampling | None = None  # of the training engine
+    probe_sampling: ProbeSampling | None = None  # only for the training engine
     loads: WeightLoader = field(init=False)
     sleeps: Sleeps = field(init=False)
 

@@ -18,7 +18,7 @@ FOLDER = FETCHED / "templates"
 CONTROL = re.compile(
     r"""<[^\s<>'"{}%=()]+>|\[/?[A-Z_]{3,}\]|\[\|[a-z]+\|\]|\[e~\[|\]~!?b\]?\[?|〈[^〉]+〉|｜DSML｜|\[gMASK\]"""
 )
-# These templates fail without tools: their models have another template for conversations without tools.
+# Templates that fail without tools: their models have another template for conversations without tools.
 BESIDE = {
     "llama.cpp/CohereForAI-c4ai-command-r-plus-tool_use": "axolotl/cohere",
     "llama.cpp/NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": "axolotl/chatml",

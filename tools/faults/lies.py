@@ -152,7 +152,7 @@ def _with_engine(engine_class: type[TorchEngine]) -> Callable[..., TorchEngine]:
 
 def _with_sampler(sample: Sample) -> Callable[..., TorchEngine]:
     def build_lying(**options: Any) -> TorchEngine:
-        recorded.sample = sample  # of this process, which has no other engine
+        recorded.sample = sample  # patches this process, which has no other engine
         return build(**options)
 
     return build_lying

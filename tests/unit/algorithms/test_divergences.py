@@ -214,7 +214,7 @@ def test_ids_that_the_policy_lacks_or_that_are_repeated_or_sampled_are_no_classe
         torch.tensor([0.25], dtype=torch.float64).log(),
     )
 
-    found = distances(table, torch.tensor([label]), teacher_scores, Teacher("forward", 3))["divergence"]
+    divergences = distances(table, torch.tensor([label]), teacher_scores, Teacher("forward", 3))["divergence"]
 
     policy = table[0].exp().tolist()
     teacher_classes = [*(top[position] for position in classes_of_top), 0.25]
@@ -222,7 +222,7 @@ def test_ids_that_the_policy_lacks_or_that_are_repeated_or_sampled_are_no_classe
     teacher_classes.append(1 - sum(teacher_classes))
     policy_classes.append(1 - sum(policy_classes))
     wanted = sum(t * math.log(t / p) for t, p in zip(teacher_classes, policy_classes, strict=True))
-    assert found.item() == pytest.approx(wanted)
+    assert divergences.item() == pytest.approx(wanted)
 
 
 # -- states that an older policy visited -------------------------------------------------------------------

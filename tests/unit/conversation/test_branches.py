@@ -57,9 +57,9 @@ def test_news_extend_the_row_after_the_very_ids_of_the_model() -> None:
 
 def test_of_equal_rows_the_first_is_extended() -> None:
     branches = Branches(rules())
-    said = say(branches, "42", USER)
+    answer = say(branches, "42", USER)
     say(branches, "42", USER)
-    assert placed(branches, USER, said, AGAIN).row == 0
+    assert placed(branches, USER, answer, AGAIN).row == 0
 
 
 def test_where_adapters_are_by_agent_a_row_is_of_one() -> None:

@@ -139,9 +139,9 @@ def test_answers_extend_the_row_or_begin_one_where_the_template_rewrites(name: s
         assert shown.count("Hm.") == 1, "only the turn that the row is for thinks in it"
 
 
-@pytest.mark.parametrize(("name", "reads"), [("qwen2.5", False), ("command-a", True)])
+@pytest.mark.parametrize(("name", "reads_history"), [("qwen2.5", False), ("command-a", True)])
 def test_the_history_is_built_only_for_templates_that_read_it(
-    name: str, reads: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, reads_history: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     histories: list[tuple[Message, ...]] = []
     delta_ids = Chat.delta_ids
@@ -157,25 +157,30 @@ def test_the_history_is_built_only_for_templates_that_read_it(
     episode = advance_episode(rules, begin_episode(SAMPLE), Opened((TOOL,)))
     for n in range(2):
         episode = answered(name, rules, episode, turn_of(name, f"Ulm {n}"))
-        said = conversation(rules, episode)
-        assert histories[n] == (said[: len(said) - len(episode.turns[n].replies)] if reads else ())
+        written = conversation(rules, episode)
+        assert histories[n] == (
+            written[: len(written) - len(episode.turns[n].replies)] if reads_history else ()
+        )
     check_row(rules, episode)
 
 
-@pytest.mark.parametrize(("name", "reads"), [("qwen2.5", False), ("command-a", True)])
+@pytest.mark.parametrize(("name", "reads_history"), [("qwen2.5", False), ("command-a", True)])
 def test_an_agents_long_conversation_is_rendered_in_the_thread_for_templates_that_read_it(
-    name: str, reads: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, reads_history: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if only a short reply is new; the placement then needs no further rendering."""
     monkeypatch.setattr("asyncrl.conversation.requests.LONG_TEXT_CHARACTERS", 1000)
     branches = Branches(rules_of(name))
     messages = (Message("user", "Rain in Ulm? " * 100),)
     for n in range(2):
-        place = branches.place_request(AgentRequest(messages, (TOOL,)))
-        assert isinstance(place, Placement)
-        made = engine_output(name, turn_of(name, f"Ulm {n}"))
-        said = branches.add_turn(place, branches.next_turn(place, made))
-        messages += (said, *(Message("tool", f"{n}", tool_call_id=call.id) for call in said.tool_calls))
+        placement = branches.place_request(AgentRequest(messages, (TOOL,)))
+        assert isinstance(placement, Placement)
+        output = engine_output(name, turn_of(name, f"Ulm {n}"))
+        model_message = branches.add_turn(placement, branches.next_turn(placement, output))
+        messages += (
+            model_message,
+            *(Message("tool", f"{n}", tool_call_id=call.id) for call in model_message.tool_calls),
+        )
 
     lengths: list[int] = []
     render = Renderer.__call__
@@ -187,16 +192,16 @@ def test_an_agents_long_conversation_is_rendered_in_the_thread_for_templates_tha
     monkeypatch.setattr(Renderer, "__call__", counted_render)
     request = AgentRequest(messages, (TOOL,))
     pending = branches.pending_rendering(request)
-    assert (pending is not None) == reads
+    assert (pending is not None) == reads_history
     assert all(length < len(messages) - 1 for length in lengths), "the event loop renders no history"
     if pending is not None:
         pending()
         assert max(lengths) == len(messages)
 
     lengths.clear()
-    place = branches.place_request(request)
-    assert isinstance(place, Placement) and (place.row, lengths) == (0, [])
-    assert place.ids == branches._rules.chat.prompt_ids(place.messages, (TOOL,))
+    placement = branches.place_request(request)
+    assert isinstance(placement, Placement) and (placement.row, lengths) == (0, [])
+    assert placement.ids == branches._rules.chat.prompt_ids(placement.messages, (TOOL,))
 
 
 def test_a_prompt_of_another_day_does_not_continue() -> None:

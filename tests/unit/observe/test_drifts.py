@@ -85,15 +85,15 @@ class HonestRun:
 
 def alerts_of(rows: Iterable[Numbers]) -> dict[str, list[Alert]]:
     """The alerts about hacks by name, as the coordinator finds them, after every fifth step."""
-    found: dict[str, list[Alert]] = {}
-    recent: list[Any] = []
+    alerts_by_name: dict[str, list[Alert]] = {}
+    recent_rows: list[Any] = []
     for row in rows:
-        recent = rows_for_rules([*recent, row])
+        recent_rows = rows_for_rules([*recent_rows, row])
         if SUCCESS not in row and row["training/step"] % 5 == 0:
-            for alert in find_alerts(recent, {}, KEYS):
+            for alert in find_alerts(recent_rows, {}, KEYS):
                 if (alert.name in NAMES and alert.level == "warn") or alert.name.startswith("reward rises"):
-                    found.setdefault(alert.name, []).append(alert)
-    return found
+                    alerts_by_name.setdefault(alert.name, []).append(alert)
+    return alerts_by_name
 
 
 @pytest.mark.parametrize("noise", [0.05, 0.3])
@@ -238,11 +238,11 @@ def test_a_reward_that_rises_while_held_out_success_falls_is_an_alert() -> None:
 
 def test_rows_that_the_coordinator_keeps_give_the_alerts_of_all_rows() -> None:
     rows = [*Divergent(0).rows()]
-    kept: list[Any] = []
+    kept_rows: list[Any] = []
     for row in rows:
-        kept = rows_for_rules([*kept, row])
-    assert len(kept) < len(rows) / 2
-    assert find_alerts(kept, {}, KEYS) == find_alerts(rows, {}, KEYS) != []
+        kept_rows = rows_for_rules([*kept_rows, row])
+    assert len(kept_rows) < len(rows) / 2
+    assert find_alerts(kept_rows, {}, KEYS) == find_alerts(rows, {}, KEYS) != []
 
 
 @pytest.mark.parametrize(("loss", "levels"), [(0.5, {"warn"}), (0.0, {"advice"})])

@@ -104,9 +104,9 @@ def score_the_probe(world: World, folder: Path) -> Any:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_probe_is_scored_with_the_weights_as_they_are(tmp_path: Path, ranks: int) -> None:
     """Rounding is measured the first time only. Servers may join after each forward."""
-    found, rounding_gaps, pauses = run_ranks(ranks, score_the_probe, tmp_path)
+    comparisons, rounding_gaps, pauses = run_ranks(ranks, score_the_probe, tmp_path)
     assert pauses == [1, 2, 4]
-    assert found == [(True, True, 3), (True, True, 5)] and 0 <= max(rounding_gaps) < 1e-5  # float32
+    assert comparisons == [(True, True, 3), (True, True, 5)] and 0 <= max(rounding_gaps) < 1e-5  # float32
 
 
 def _described(tensors: dict[str, torch.Tensor]) -> Entries:
