@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 from asyncrl.algorithms.surprisal import SurprisalTest
 from asyncrl.config import RunConfig
@@ -17,12 +18,27 @@ ROUNDING_MULTIPLE = 3.0
 MIN_GAP_LIMIT = 1e-3  # nats; honest engines in float32 differ by 1e-5
 ALARM_RATE = 1e-4  # the chance that the samples of any honest engine are judged wrongly, in a whole run
 SOUND_PROBES = 5  # comparisons that a replaced process must pass before it may be replaced again
+MIN_SAMPLED_TOKENS = 256  # tokens that an engine has sampled for its test, over which a mean gap is judged
+REFUTING_TOKENS = 1024  # sampled tokens without a mismatch that end the alert about an engine's samples
 MIN_TOKENS = 64  # tokens of training, of one version, over which a mean gap is judged
 
 
 def gap_limit(rounding: float) -> float:
     """Return the largest mean gap, in nats, that `rounding` explains."""
     return max(MIN_GAP_LIMIT, ROUNDING_MULTIPLE * rounding)
+
+
+class SampleGap(NamedTuple):
+    """The differences in nats between reported log-probs and the trainer's, over an engine's samples of a
+    version."""
+
+    version: PolicyVersion
+    total: float = 0.0
+    tokens: int = 0
+
+    @property
+    def mean(self) -> float:
+        return self.total / max(1, self.tokens)
 
 
 class Mismatches:
@@ -35,12 +51,16 @@ class Mismatches:
     def __init__(self, config: RunConfig) -> None:
         self._action = config.weights.on_mismatch
         self._temperature = config.rollout.temperature
-        self._replace_again_seconds = config.launch.lease
-        self._replaced: set[str] = set()  # names of engines whose process was replaced
+        self._replace_again_seconds = 2 * config.launch.lease  # a killed process is missed after a lease
+        # Comparisons after which the process of an engine was replaced, with the engine's name.
+        self._replaced: set[tuple[str, str]] = set()
         self._passed_probes: Counter[str] = Counter()  # by name of the engine, since a mismatch
         self._problems: dict[tuple[str, str], str] = {}  # unsolved mismatches by engine and comparison
         self._rounding: float | None = None  # nats, of the newest probe
-        self._sample_tests: dict[bytes, SurprisalTest] = {}  # by identity of the engine's process
+        # By identity of the engine's process.
+        self._sample_tests: dict[bytes, SurprisalTest] = {}
+        self._sample_gaps: dict[bytes, SampleGap] = {}
+        self._failed_versions: dict[bytes, PolicyVersion] = {}  # whose samples were reported as a mismatch
         self._test_count = 0  # tests of samples that have begun
         self._replacements: dict[bytes, Replace] = {}  # by identity of the process, until it has left
         self._next_request_at: dict[bytes, float] = {}
@@ -71,7 +91,7 @@ class Mismatches:
         self._problems.pop((name, "probe"), None)
         self._passed_probes[name] += 1
         if self._passed_probes[name] >= SOUND_PROBES:
-            self._replaced.discard(name)
+            self._replaced.discard((name, "probe"))
         return True
 
     def judge_samples(self, peer: bytes, name: str, version: PolicyVersion, sums: SurprisalSums) -> bool:
@@ -89,19 +109,28 @@ class Mismatches:
         test.add(tokens=sums.tokens, deviation=sums.deviation, squares=sums.squares, variance=sums.variance)
         self.sample_tokens += sums.tokens
 
-        mean_gap = sums.gap / max(1, sums.tokens)
-        if mean_gap > gap_limit(rounding):
+        gap = self._sample_gaps.get(peer)
+        if gap is None or gap.version != version:
+            gap = SampleGap(version)
+        gap = self._sample_gaps[peer] = SampleGap(version, gap.total + sums.gap, gap.tokens + sums.tokens)
+        has_wrong_logprobs = gap.tokens >= MIN_SAMPLED_TOKENS and gap.mean > gap_limit(rounding)
+        if not has_wrong_logprobs and not test.has_failed(rounding):
+            if test.tokens >= REFUTING_TOKENS:
+                self._problems.pop((name, "samples"), None)
+            return True
+
+        if self._failed_versions.get(peer) == version:  # a failed sum stays failed: reported once a version
+            return True
+        self._failed_versions[peer] = version
+
+        text = describe_samples(name, version.step, test)
+        if has_wrong_logprobs:
             text = (
-                f"{name} reports different log-probs from the trainer's: those of {sums.tokens:,} tokens "
-                f"that it sampled with v{version.step} differ by {mean_gap:.3g} nats on average; rounding "
+                f"{name} reports different log-probs from the trainer's: those of {gap.tokens:,} tokens that "
+                f"it sampled with v{version.step} differ by {gap.mean:.3g} nats on average; rounding "
                 f"explains at most {gap_limit(rounding):.2g}"
             )
-            return self._act_on(peer, name, "samples", text)
-        if test.has_failed(rounding):
-            return self._act_on(peer, name, "samples", describe_samples(name, version.step, test))
-
-        self._problems.pop((name, "samples"), None)
-        return True
+        return self._act_on(peer, name, "samples", text)
 
     def judge_tokens(self, step: int, mean_gap: float, tokens: float) -> None:
         """Judge the gap of a batch's tokens that the trained version itself has sampled. No engine can be
@@ -130,6 +159,8 @@ class Mismatches:
     def forget_engine(self, peer: bytes) -> None:
         """Forget an engine's process, which has left."""
         self._sample_tests.pop(peer, None)
+        self._sample_gaps.pop(peer, None)
+        self._failed_versions.pop(peer, None)
         self._replacements.pop(peer, None)
         self._next_request_at.pop(peer, None)
 
@@ -162,12 +193,12 @@ class Mismatches:
         if self._action == "warn":
             return True
 
-        if self._action == "replace" and name not in self._replaced:
-            self._replaced.add(name)
+        if self._action == "replace" and (name, comparison) not in self._replaced:
+            self._replaced.add((name, comparison))
             role, _, incarnation = peer.decode().split("/")
             self._replacements[peer] = Replace(role, text, incarnation)
         else:
-            again = " again, after it was replaced" if name in self._replaced else ""
+            again = " again, after it was replaced" if (name, comparison) in self._replaced else ""
             self.fatal = f"{text}{again}; {ADVICE}"
         return False
 

@@ -100,14 +100,14 @@ def test_a_process_that_is_to_be_replaced_is_judged_once() -> None:
 def test_a_replacement_is_requested_again_until_the_process_has_left() -> None:
     judge = mismatches("replace")
     judge.judge_probe(ENGINE, "engine 1", loaded(0.5))
-    lease = 30.0
+    period = 60.0  # twice launch.lease
     requests = [
         [is_repeated for _, _, is_repeated in judge.due_replacements(now)]
-        for now in (0.0, lease / 2, lease, 1.5 * lease, 2 * lease)
+        for now in (0.0, period / 2, period, 1.5 * period, 2 * period)
     ]
     assert requests == [[False], [], [True], [], [True]]
     judge.forget_engine(ENGINE)
-    assert judge.due_replacements(9 * lease) == []
+    assert judge.due_replacements(9 * period) == []
 
 
 def test_an_engine_that_was_sound_for_long_may_be_replaced_again() -> None:
@@ -188,6 +188,31 @@ def test_an_engine_is_named_by_its_samples(z: float, comparison: str, cause: str
     )
     assert comparison in judge.fatal and cause in judge.fatal
     assert (judge.count, judge.sample_z, judge.sample_tokens) == (1, abs(z), 1024)
+
+
+def test_an_engine_whose_samples_fail_again_is_not_replaced_for_ever() -> None:
+    """It passes every probe in between."""
+    judge = mismatches("replace")
+    for process in (b"engine/1/a", b"engine/1/b"):
+        for _ in range(2 * SOUND_PROBES):
+            assert judge.judge_probe(process, "engine 1", loaded(0.0))
+        assert not judge.judge_samples(process, "engine 1", PolicyVersion(1, 8), sums(-12.0))
+        judge.forget_engine(process)
+    assert "again, after it was replaced" in judge.fatal
+
+
+def test_few_sampled_tokens_are_no_evidence_and_a_failed_sum_is_reported_once_a_version() -> None:
+    judge = mismatches("warn")
+    judge.judge_probe(ENGINE, "engine 1", loaded(0.0, BFLOAT16_ROUNDING))
+    for _ in range(15):
+        assert judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 0), sums(0.0, gap=1.0, tokens=16))
+    assert judge.count == 0
+    for _ in range(3):
+        judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 0), sums(0.0, gap=1.0, tokens=16))
+    assert judge.count == 1 and "256 tokens" in judge.newest
+
+    judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 1), sums(0.0, gap=0.01))
+    assert judge.newest == "", "the samples of a later version are right"
 
 
 def test_samples_are_judged_together_by_process() -> None:
