@@ -68,7 +68,7 @@ class _Metadata(msgspec.Struct, frozen=True):
         list[str], _honoured_field("directories that are judged (not in Harbor); default: `workdir`")
     ] = []
     protected: Annotated[
-        list[str], _honoured_field("files that the tests see unchanged, as in the image (not in Harbor)")
+        list[str], _honoured_field("files that the tests see as they are in the image (not in Harbor)")
     ] = []
 
 
@@ -84,10 +84,12 @@ class _Environment(msgspec.Struct, frozen=True):
     storage_mb: (
         Annotated[int, _honoured_field("space for files written in a sandbox, in MiB", ge=1)] | None
     ) = None
-    memory: Annotated[str, _honoured_field("the same as a string, such as `2G`", **SIZE_BOUNDS)] | None = None
-    storage: Annotated[str, _honoured_field("the same as a string, such as `10G`", **SIZE_BOUNDS)] | None = (
-        None
-    )
+    memory: (
+        Annotated[str, _honoured_field("the same, but as a string such as `2G`", **SIZE_BOUNDS)] | None
+    ) = None
+    storage: (
+        Annotated[str, _honoured_field("the same, but as a string such as `10G`", **SIZE_BOUNDS)] | None
+    ) = None
 
 
 class _Agent(msgspec.Struct, frozen=True):

@@ -330,7 +330,7 @@ def table() -> str:
     ]
     other_names = [name for name in HARBORS.split() if name not in done and name not in people]
     rows.append((", ".join(people), "descriptive", "not read"))
-    rows.append((", ".join(other_names), "ignored", "listed in one line, with all unknown names"))
+    rows.append((", ".join(other_names), "ignored", "listed on one line, with all unknown names"))
     reasons: dict[str, list[str]] = {}
     for name, why in (REFUSED_FIELDS | REFUSED_FILES).items():
         reasons.setdefault(why, []).append(name)

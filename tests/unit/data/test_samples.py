@@ -397,8 +397,8 @@ SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "
     [
         ({"images": ["a.png"]}, "the images column is not empty; only text"),
         ({"videos": [{"path": "a.mp4"}]}, "the videos column is not empty; only text"),
-        ({"tools": [SCHEMA]}, "list tools in rollout.tools"),
-        ({"tools": json.dumps([SCHEMA])}, "list tools in rollout.tools"),
+        ({"tools": [SCHEMA]}, "list the tools in rollout.tools"),
+        ({"tools": json.dumps([SCHEMA])}, "list the tools in rollout.tools"),
         ({"images": [], "videos": None, "tools": "[]"}, ""),
     ],
 )
