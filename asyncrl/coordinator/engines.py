@@ -145,7 +145,7 @@ class EngineHandler:
             return
 
         if not self.compare_probe(peer, engine.name, message):
-            engine.resend(now)  # to the process that takes its place
+            engine.resend(now)  # other servers are not updated while a push is unconfirmed
             return
 
         engine.asleep = False

@@ -16,6 +16,9 @@ from asyncrl.wire.messages.trainer import SurprisalSums
 # in its own way, explains a factor of 1.4.
 ROUNDING_MULTIPLE = 3.0
 MIN_GAP_LIMIT = 1e-3  # nats; honest engines in float32 differ by 1e-5
+# At the first comparison of a process, gaps beyond both mean another model, which no run may train with.
+OTHER_MODEL_GAP = 1.0  # nats, the largest gap
+OTHER_MODEL_MULTIPLE = 10.0  # of the trainer's own rounding, the mean gap
 ALARM_RATE = 1e-4  # the chance that the samples of any honest engine are judged wrongly, in a whole run
 SOUND_PROBES = 5  # comparisons that a replaced process must pass before it may be replaced again
 MIN_SAMPLED_TOKENS = 256  # tokens that an engine has sampled for its test, over which a mean gap is judged
@@ -57,6 +60,7 @@ class Mismatches:
         self._passed_probes: Counter[str] = Counter()  # by name of the engine, since a mismatch
         self._problems: dict[tuple[str, str], str] = {}  # unsolved mismatches by engine and comparison
         self._rounding: float | None = None  # nats, of the newest probe
+        self._compared_processes: set[bytes] = set()
         # By identity of the engine's process.
         self._sample_tests: dict[bytes, SurprisalTest] = {}
         self._sample_gaps: dict[bytes, SampleGap] = {}
@@ -84,9 +88,18 @@ class Mismatches:
         if gap is None or not self.may_sample(peer):
             return self.may_sample(peer)
 
+        is_first = peer not in self._compared_processes
+        self._compared_processes.add(peer)
         self._rounding = gap.rounding
+
         if gap.mean > gap_limit(gap.rounding):
-            return self._act_on(peer, name, "probe", describe_gap(name, message.ref.version.step, gap))
+            text = describe_gap(name, message.ref.version.step, gap)
+            is_other_model = gap.largest > OTHER_MODEL_GAP and gap.mean > OTHER_MODEL_MULTIPLE * gap.rounding
+            if self._action == "warn" and is_first and is_other_model:
+                self._note_problem(name, "probe", text)
+                self.fatal = f"{text}; start the engine with the trainer's model.path and dtype"
+                return False
+            return self._act_on(peer, name, "probe", text)
 
         self._problems.pop((name, "probe"), None)
         self._passed_probes[name] += 1
@@ -158,6 +171,7 @@ class Mismatches:
 
     def forget_engine(self, peer: bytes) -> None:
         """Forget an engine's process, which has left."""
+        self._compared_processes.discard(peer)
         self._sample_tests.pop(peer, None)
         self._sample_gaps.pop(peer, None)
         self._failed_versions.pop(peer, None)

@@ -134,9 +134,9 @@ class CountingChat(FakeChat):
         history: tuple[Message, ...] = (),
         tools: tuple[str, ...] = (),
     ) -> tuple[int, ...] | None:
-        found = super().delta_ids(messages, after, history, tools)
-        self.rendered += ["delta"] * (found is not None)
-        return found
+        delta_ids = super().delta_ids(messages, after, history, tools)
+        self.rendered += ["delta"] * (delta_ids is not None)
+        return delta_ids
 
     def text_ids(self, text: str, beginning: bool) -> tuple[int, ...]:
         self.rendered += ["text"] * len(text)

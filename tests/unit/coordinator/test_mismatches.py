@@ -120,9 +120,21 @@ def test_an_engine_that_was_sound_for_long_may_be_replaced_again() -> None:
     assert judge.count == 2 and not judge.fatal
 
 
+def test_another_model_stops_the_run_whatever_the_action() -> None:
+    """At the first comparison of a process; a later gap of this size is a mismatch like others."""
+    judge = mismatches("warn")
+    assert not judge.judge_probe(ENGINE, "engine 1", loaded(2.0, BFLOAT16_ROUNDING))
+    assert "start the engine with the trainer's model.path" in judge.fatal and judge.count == 1
+
+    later = mismatches("warn")
+    for mean_gap in (BFLOAT16_ROUNDING, 2.0):
+        assert later.judge_probe(ENGINE, "engine 1", loaded(mean_gap, BFLOAT16_ROUNDING))
+    assert later.count == 1 and not later.fatal
+
+
 def test_an_alert_ends_with_the_comparison_that_refutes_it() -> None:
     judge = mismatches("warn")
-    judge.judge_probe(ENGINE, "engine 1", loaded(0.5))
+    judge.judge_probe(ENGINE, "engine 1", loaded(0.1))
     judge.judge_tokens(3, 1.5, MIN_TOKENS)
     assert "step 3" in judge.newest
     judge.judge_tokens(4, 1e-6, MIN_TOKENS)
@@ -146,7 +158,7 @@ def test_a_mismatch_stops_the_run_or_is_only_reported() -> None:
     assert "weights.on_mismatch=warn" in stopping.fatal and not stopping.due_replacements(0.0)
 
     warning = mismatches("warn")
-    assert warning.judge_probe(ENGINE, "engine 1", loaded(0.5))
+    assert warning.judge_probe(ENGINE, "engine 1", loaded(0.1))
     assert (warning.count, warning.fatal, warning.due_replacements(0.0)) == (1, "", [])
 
 
