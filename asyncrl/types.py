@@ -57,11 +57,17 @@ class EpisodeEnd(enum.StrEnum):
     MAX_CALLS = "max_calls"  # more tool calls than an episode may make
     MAX_ROWS = "max_rows"  # the history was rewritten too often
     BAD_CALLS = "bad_calls"  # too many malformed tool calls in a row
+    IMAGE_TOKEN = "image_token"  # the model wrote the token that stands for an image
     TIMEOUT = "timeout"  # the episode's wall-clock limit, after at least one turn
 
     @property
     def truncated(self) -> bool:
-        return self not in (EpisodeEnd.ANSWERED, EpisodeEnd.DONE, EpisodeEnd.BAD_CALLS)
+        return self not in (
+            EpisodeEnd.ANSWERED,
+            EpisodeEnd.DONE,
+            EpisodeEnd.BAD_CALLS,
+            EpisodeEnd.IMAGE_TOKEN,
+        )
 
 
 class FailReason(enum.StrEnum):
@@ -121,9 +127,22 @@ class ToolCall(msgspec.Struct, frozen=True):
         }
 
 
+IMAGE_MARK = "\ufffc"  # the place of an image in a message's content: Unicode's object replacement character
+
+
+class ImageRef(msgspec.Struct, frozen=True, array_like=True):
+    """An image that a model reads, in the size in which it is stored and read: pixels. `digest`: of the file,
+    29 hexadecimal digits, as image ids spell them (vision/image_ids.py)."""
+
+    digest: str
+    height: int
+    width: int
+
+
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """A chat message in OpenAI's format. `reasoning`: the text that a thinking model wrote before the
-    content."""
+    content. `images`: the content of a message with images has an IMAGE_MARK in the place of each, in
+    order."""
 
     role: str
     content: str = ""
@@ -131,11 +150,14 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_call_id: str = ""
     name: str = ""
     reasoning: str = ""
+    images: tuple[ImageRef, ...] = ()
 
     def openai(self) -> dict[str, Any]:
         """Return the message as OpenAI's JSON, without empty parts; servers use the key `reasoning_content`
-        for the reasoning."""
+        for the reasoning. An image is a part {"type": "image", "image": digest}."""
         message_json: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.images:
+            message_json["content"] = self.content_parts()
         if self.reasoning:
             message_json["reasoning_content"] = self.reasoning
         if self.tool_calls:
@@ -147,11 +169,22 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
         return message_json
 
+    def content_parts(self) -> list[dict[str, str]]:
+        """Return the content as a list of texts and images."""
+        texts = self.content.split(IMAGE_MARK)
+        parts: list[dict[str, str]] = []
+        for text, image in zip(texts, (*self.images, None), strict=True):
+            if text:
+                parts.append({"type": "text", "text": text})
+            if image is not None:
+                parts.append({"type": "image", "image": image.digest})
+        return parts
+
 
 class ToolReply(msgspec.Struct, frozen=True):
     """The result of a call. `error` names the failure, and the place in users' code; the model reads the
     content, the `reward` falls on the turn that made the call. `refused`: nothing was run, the call was
-    wrong. `declined`: the error is the tool's own answer, a ToolError."""
+    wrong. `declined`: the error is the tool's own answer, a ToolError. `images`: as in a Message."""
 
     call: ToolCall
     content: str
@@ -160,6 +193,7 @@ class ToolReply(msgspec.Struct, frozen=True):
     reward: float = 0.0
     refused: bool = False
     declined: bool = False
+    images: tuple[ImageRef, ...] = ()
 
     @property
     def failed(self) -> bool:

@@ -16,7 +16,7 @@ LEVELS = (
     ("layer_kernels",),
     ("types", "user_cache", "values", "model_class", "attention_rules", "state_layers"),
     ("errors",),
-    ("registry", "config", "shrunk"),
+    ("registry", "config", "shrunk", "vision"),
     ("algorithms", "buffer", "conversation"),
     ("isolation", "planning", "weights", "store", "remote", "observe"),
     ("wire",),

@@ -25,6 +25,7 @@ from asyncrl.types import (
     Turn,
     TurnReply,
 )
+from asyncrl.vision.image_ids import largest_token_id
 
 
 class TurnPart(msgspec.Struct, frozen=True, array_like=True):
@@ -82,8 +83,9 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
     subject = f"episode {uid}, turn {turn.index}"
     _check_sampled(subject, generation, vocabulary)
 
-    if turn.context and max(turn.context) >= vocabulary:
-        raise ProtocolError(f"{subject}: {max(turn.context)} is not a valid token ID")
+    largest_id = largest_token_id(turn.context)
+    if largest_id >= vocabulary:
+        raise ProtocolError(f"{subject}: {largest_id} is not a valid token ID")
 
     routes = generation.routes
     if routes is not None and (

@@ -516,6 +516,7 @@ class Branches:
             if (
                 row.request.tools == request.tools
                 and row.last.generation.stop is not StopReason.LENGTH  # a cut message is not extended
+                and not self._rules.chat.is_placeholder(row.ids[-1])  # nor a message with a token of images
                 and new_messages
                 and all(message.role in ANSWERING_ROLES for message in new_messages)
                 and count_common(row.messages, request.messages) == len(row.messages)

@@ -22,7 +22,9 @@ from asyncrl.conversation.chat_probe import Continuation, TemplateProbe, Written
 from asyncrl.conversation.chat_render import Tokenizer, find_renderer, fold
 from asyncrl.conversation.tokenizer import CHARACTERS_PER_TOKEN, ChunkEncoder, Cut, shorten
 from asyncrl.errors import ConfigError
-from asyncrl.types import Message
+from asyncrl.types import IMAGE_MARK, ImageRef, Message
+from asyncrl.vision.image_ids import collapse_runs
+from asyncrl.vision.layout import ImageLayout, place_images
 
 MAX_CACHED_CHARACTERS = 16_384  # characters of the longest messages whose tokens are cached
 CONTINUATION_MARK = "asyncrl-goes-on"  # marks the point where the model's turn goes on
@@ -33,8 +35,9 @@ class Chat:
     """Writes and reads tokens by one tokenizer's chat template.
 
     `today`: the date for templates that write a date into the prompt; by default the day of construction.
-    `options`: further arguments of the template. `extra_stop_ids`: more ids that end a turn. ConfigError
-    if there is no template, or if the template does not show where a turn ends.
+    `options`: further arguments of the template. `extra_stop_ids`: more ids that end a turn. `image_layout`:
+    of a model that reads images; a row then has the ids of vision/image_ids.py in the place of an image.
+    ConfigError if there is no template, or if the template does not show where a turn ends.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Chat:
         today: datetime.date | None = None,
         options: Mapping[str, Any] = MappingProxyType({}),
         extra_stop_ids: Iterable[int] = (),
+        image_layout: ImageLayout | None = None,
     ) -> None:
         if not tokenizer.chat_template:
             raise ConfigError(
@@ -51,6 +55,7 @@ class Chat:
 
         format_date = (today or datetime.date.today()).strftime
         self._tokenizer = tokenizer
+        self.image_layout = image_layout
         self._render = find_renderer(tokenizer, format_date, options)
         special_texts = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
         ids_by_text = {
@@ -75,6 +80,9 @@ class Chat:
         self._control_pattern = _pattern_of_any(markup_tokens | special_tokens)
         eos_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         all_stop_ids = [*(controls[token] for token in self._probe.stop_tokens()), *eos_ids, *extra_stop_ids]
+        if image_layout is not None:
+            # A sampled placeholder stands for no image: the turn, and the episode, ends there.
+            all_stop_ids.append(image_layout.placeholder)
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(all_stop_ids))
         self._stop_pattern = _pattern_of_any(
             token for token, token_id in controls.items() if token_id in self.stop_ids
@@ -132,7 +140,7 @@ class Chat:
         if continuation.depends_on_history:
             messages = self._without_control_tokens(messages)
             turn_end, following_text = self._probe.text_after_history(history, messages, tools)
-            delta = self._encode(turn_end.token + following_text)
+            delta = self._encode_with_images(turn_end.token + following_text, messages)
         else:
             encode_delta = self._delta_uncached if _is_long(messages) else self._cached_delta
             turn_end = self._probe.turn_end(messages)
@@ -174,6 +182,9 @@ class Chat:
                 f"with {writes!r}"
             )
 
+        if message.images:
+            raise ConfigError("a message of the model contains an image, but models write text only")
+
         text = conversation_text.removeprefix(prompt_text)
         stop_match = self._stop_pattern.search(text)
         turn_text = text[: stop_match.start()] if stop_match else text
@@ -201,12 +212,19 @@ class Chat:
         return tuple(self._tokenizer.encode(text, add_special_tokens=beginning))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of a turn without the stop id; tags of tool calls stay, even as special tokens."""
+        """Return the text of a turn without the stop id; tags of tool calls stay, even as special tokens. An
+        image becomes one placeholder."""
         turn_body = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
+        if self.image_layout is not None:
+            turn_body = collapse_runs(turn_body, self.image_layout.placeholder)
         text: str = self._tokenizer.decode(
             list(turn_body), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
+
+    def is_placeholder(self, token: int) -> bool:
+        """Return True for the token that stands for a part of an image."""
+        return self.image_layout is not None and token == self.image_layout.placeholder
 
     def content(self, text: str) -> str:
         """Return content that the model wrote without the tags that the template itself writes around content
@@ -227,6 +245,19 @@ class Chat:
         return shorten(
             self._tokenizer, "".join(map(self._without_control, text_parts)), limit, cut, missing_characters
         )
+
+    def shorten_with_images(self, text: str, images: tuple[ImageRef, ...], limit: int, cut: Cut) -> str:
+        """Return `shorten` of text that has an IMAGE_MARK for each of the images. The limit is for the text
+        without the images; the images of a text that is cut follow the text."""
+        if not images:
+            return self.shorten(text, limit, cut)
+
+        parts = [self._without_control(part) for part in text.split(IMAGE_MARK)]
+        whole_text = "".join(parts)
+        shortened_text = self.shorten(whole_text, limit, cut)
+        if shortened_text == whole_text:
+            return IMAGE_MARK.join(parts)
+        return shortened_text + IMAGE_MARK * len(images)
 
     def _continuation(self, messages: tuple[Message, ...]) -> Continuation:
         role_runs = itertools.groupby(message.role for message in messages)
@@ -291,9 +322,20 @@ class Chat:
 
     def _prompt_uncached(self, messages: tuple[Message, ...], tools: tuple[str, ...]) -> tuple[int, ...]:
         messages = self._without_control_tokens(messages)
-        if prefill_of(messages):
-            return self._encode(self._unfinished(messages, tools))
-        return self._encode(self._render(messages, tools))
+        is_unfinished = bool(prefill_of(messages))
+        text = self._unfinished(messages, tools) if is_unfinished else self._render(messages, tools)
+        return self._encode_with_images(text, messages)
+
+    def _encode_with_images(self, text: str, messages: Iterable[Message]) -> tuple[int, ...]:
+        """Encode text that the template wrote of these messages, and put the ids of their images in the place
+        of the model's placeholders. ConfigError if the text has another number of placeholders."""
+        ids = self._encode(text)
+        images = [image for message in messages for image in message.images]
+        if self.image_layout is not None:
+            return place_images(ids, images, self.image_layout)
+        if images:
+            raise ConfigError("a message contains an image, but the model reads text only")
+        return ids
 
     def _unfinished(self, messages: tuple[Message, ...], tools: tuple[str, ...]) -> str:
         """Return the text of a conversation up to the last word of the last message, as
@@ -315,7 +357,7 @@ class Chat:
     def _delta_uncached(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         """Encode the text after the end of the turn, tokenised as in the whole conversation."""
         following_text = self._probe.text_after_turn(self._without_control_tokens(messages))
-        return self._encode(self._probe.turn_end(messages).token + following_text)
+        return self._encode_with_images(self._probe.turn_end(messages).token + following_text, messages)
 
 
 def prefill_of(messages: Sequence[Message]) -> str:

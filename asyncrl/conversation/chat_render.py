@@ -129,7 +129,11 @@ def fold(messages: Sequence[Message], accepted: Accepted, beginning: bool = True
 
 
 def _join_messages(messages: Sequence[Message]) -> Message:
-    return replace(messages[0], content="\n\n".join(message.content for message in messages))
+    return replace(
+        messages[0],
+        content="\n\n".join(message.content for message in messages),
+        images=tuple(image for message in messages for image in message.images),
+    )
 
 
 def find_renderer(
@@ -274,9 +278,14 @@ def _as_user_messages(messages: Sequence[Message]) -> list[Message]:
         text = f"<tool_response>\n{message.content}\n</tool_response>" if is_tool else message.content
 
         if after_tool and message.role in ("tool", "user"):
-            user_messages[-1] = Message("user", f"{user_messages[-1].content}\n{text}")
+            earlier_message = user_messages[-1]
+            user_messages[-1] = Message(
+                "user",
+                f"{earlier_message.content}\n{text}",
+                images=earlier_message.images + message.images,
+            )
         else:
-            user_messages.append(Message("user", text) if is_tool else message)
+            user_messages.append(Message("user", text, images=message.images) if is_tool else message)
 
         after_tool = is_tool
 
@@ -300,6 +309,10 @@ def _template_message(message: Message, shape: Shape) -> dict[str, Any]:
     """Return a message as the template reads messages. Most templates read `reasoning_content`, gpt-oss
     `thinking`, Solar-Open `reasoning`."""
     template_message = message.openai()
+    if message.images:
+        template_message["content"] = [
+            {"type": "image"} if part["type"] == "image" else part for part in message.content_parts()
+        ]
     if shape.bare_calls and message.tool_calls:
         template_message["content"] = None
     if message.reasoning:

@@ -14,6 +14,7 @@ from asyncrl.types import (
     EpisodeResult,
     FailReason,
     Generation,
+    ImageRef,
     Message,
     Observation,
     RewardResult,
@@ -36,6 +37,11 @@ class Rules:
     def shorten(self, text: str) -> str:
         """Cut a tool's reply, or an environment's message, to the length that the model reads."""
         return self.chat.shorten(text, self.config.max_reply_tokens, self.config.cut_replies)
+
+    def shorten_content(self, content: str, images: tuple[ImageRef, ...]) -> str:
+        """Cut the content of a reply or message with images; only the text counts."""
+        config = self.config
+        return self.chat.shorten_with_images(content, images, config.max_reply_tokens, config.cut_replies)
 
 
 # -- commands: what the episode waits for ----------------------------------------------------------

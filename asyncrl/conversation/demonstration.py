@@ -53,7 +53,8 @@ def demonstration_turns(
                     history = history[:-1]
                 answered_count = len(history) + 1
             elif message.role == "tool":
-                message = replace(message, content=rules.shorten(message.content))
+                content = rules.shorten_content(message.content, message.images)
+                message = replace(message, content=content)
 
             history += (message,)
     except ConfigError as error:

@@ -61,6 +61,7 @@ from asyncrl.types import (
     EpisodeEnd,
     FailReason,
     Generation,
+    ImageRef,
     Message,
     Observation,
     Sample,
@@ -180,7 +181,10 @@ def conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]:
     for turn, parsed in zip(episode.turns, episode.read, strict=True):
         messages.append(turn_message(rules, turn, parsed))
         for reply in turn.replies:
-            messages.append(_tool_message(reply, DROPPED_REPLY if hidden_replies > 0 else reply.content))
+            if hidden_replies > 0:
+                messages.append(_tool_message(reply, DROPPED_REPLY))
+            else:
+                messages.append(_tool_message(reply, reply.content, reply.images))
             hidden_replies -= 1
         messages += turn.observation.messages if turn.observation else ()
 
@@ -262,8 +266,11 @@ def _end_after_turn(
     limits = rules.config
     call_count = len(parsed.calls)
     error_count = len(parsed.errors)
-    if episode.turns[-1].generation.stop is StopReason.LENGTH:
+    generation = episode.turns[-1].generation
+    if generation.stop is StopReason.LENGTH:
         return EpisodeEnd.LENGTH
+    if rules.chat.is_placeholder(generation.ids[-1]):
+        return EpisodeEnd.IMAGE_TOKEN
     if episode.tool_calls + call_count > limits.max_calls:
         return EpisodeEnd.MAX_CALLS
     if to_environment:
@@ -282,7 +289,8 @@ def _replied(
     """Attach to the turn the tools' replies and, after them, one reply for each malformed call."""
     malformed_replies = [ToolReply(BAD_CALL, f"error: {error}", error, refused=True) for error in errors]
     all_replies = tuple(
-        replace(reply, content=rules.shorten(reply.content)) for reply in (*replies, *malformed_replies)
+        replace(reply, content=rules.shorten_content(reply.content, reply.images))
+        for reply in (*replies, *malformed_replies)
     )
     refused_count = sum(reply.refused for reply in all_replies)
     episode = replace(
@@ -294,7 +302,8 @@ def _replied(
     if episode.bad_calls >= rules.config.max_bad_calls:
         return _score_episode(episode, EpisodeEnd.BAD_CALLS)
 
-    return _next_turn(rules, episode, tuple(_tool_message(reply, reply.content) for reply in all_replies))
+    reply_messages = tuple(_tool_message(reply, reply.content, reply.images) for reply in all_replies)
+    return _next_turn(rules, episode, reply_messages)
 
 
 def _observed(rules: Rules, episode: Episode, observation: Observation) -> Episode:
@@ -455,10 +464,14 @@ def _with_opening_text(prompt: tuple[Message, ...], text: str) -> tuple[Message,
 
 def _shorten_messages(rules: Rules, messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(
-        replace(message, content=rules.shorten(message.content), reasoning=rules.shorten(message.reasoning))
+        replace(
+            message,
+            content=rules.shorten_content(message.content, message.images),
+            reasoning=rules.shorten(message.reasoning),
+        )
         for message in messages
     )
 
 
-def _tool_message(reply: ToolReply, content: str) -> Message:
-    return Message("tool", content, tool_call_id=reply.call.id, name=reply.call.name)
+def _tool_message(reply: ToolReply, content: str, images: tuple[ImageRef, ...] = ()) -> Message:
+    return Message("tool", content, tool_call_id=reply.call.id, name=reply.call.name, images=images)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from asyncrl.errors import EngineError
 from asyncrl.registry import Registry
 from asyncrl.types import Generation, Routes, StopReason, TokenScores, VersionSpan
+from asyncrl.vision.image_ids import largest_token_id
 from asyncrl.weights.manifest import Manifest, WeightsRef
 
 
@@ -130,7 +131,7 @@ def check_request(request: Request, vocabulary: int, max_len: int) -> None:
 
     if prompt_length == 0:
         problem = "the prompt is empty"
-    elif min(request.ids) < 0 or max(request.ids) >= vocabulary:
+    elif min(request.ids) < 0 or largest_token_id(request.ids) >= vocabulary:
         problem = f"the prompt contains token IDs outside the vocabulary (size {vocabulary})"
     elif prompt_length + 1 > max_len:
         problem = f"a prompt of {prompt_length} tokens leaves no room for a new token (max_len={max_len})"

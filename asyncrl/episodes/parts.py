@@ -31,6 +31,7 @@ from asyncrl.observe.files import first_day
 from asyncrl.rewards import load_rewards, select_shapings
 from asyncrl.tools import Toolbox, load_tools
 from asyncrl.types import Message, Sample
+from asyncrl.vision.layout import ImageLayout, read_image_layout
 from asyncrl.weights.model_files import read_json
 
 MAX_CHECKED_DEMONSTRATIONS = 256  # conversations checked before the start, in less than a second
@@ -97,6 +98,19 @@ class EpisodeParts:
         return load_parser(self.config.rollout.parser)
 
     @cached_property
+    def image_layout(self) -> ImageLayout | None:
+        """Return how the model reads images; None if it reads none, for the reason that `require_images`
+        gives."""
+        try:
+            return self.require_images()
+        except ConfigError:
+            return None
+
+    def require_images(self) -> ImageLayout:
+        """Return how the model reads images. ConfigError says why it does not."""
+        return read_image_layout(self.config.model.path)
+
+    @cached_property
     def chat(self) -> Chat:
         """Return the tokenizer, with the chat template of the model or `model.template`."""
         config = self.config
@@ -115,7 +129,7 @@ class EpisodeParts:
         today = first_day(Path(config.run_dir) / config.name)
         stop_ids = _generation_stop_ids(Path(config.model.path) / "generation_config.json")
         try:
-            return Chat(tokenizer, today, template_options, stop_ids)
+            return Chat(tokenizer, today, template_options, stop_ids, self.image_layout)
         except ConfigError as error:
             key = "model.template" if config.model.template else config.model.path
             raise ConfigError(f"{key}: {error}") from error

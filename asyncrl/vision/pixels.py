@@ -1,0 +1,68 @@
+"""Reads stored images as the input of a model's vision tower, with the model's own processor of transformers.
+
+file ──► PIL.Image RGB ──► processor, without scaling ──► pixel_values [patches, channels], grid [1, 3]
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import ConfigError, one_line
+from asyncrl.vision.files import ImageError
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """The patches of images, one after another. `pixel_values` [patches, values of a patch], float32;
+    `grids` [images, 3]: frames, rows and columns of patches."""
+
+    pixel_values: Tensor
+    grids: Tensor
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Pixels]) -> Pixels:
+        return cls(
+            torch.cat([part.pixel_values for part in parts]), torch.cat([part.grids for part in parts])
+        )
+
+    def to(self, device: torch.device) -> Pixels:
+        return Pixels(self.pixel_values.to(device), self.grids.to(device))
+
+
+class PixelReader:
+    """Reads stored images for the model in a directory. ConfigError if its processor cannot be loaded."""
+
+    def __init__(self, model_directory: str) -> None:
+        self._processor = _load_processor(model_directory)
+
+    def read(self, file: bytes) -> Pixels:
+        """Return the patches of a stored image. ImageError if the file cannot be decoded."""
+        import PIL.Image
+
+        try:
+            with PIL.Image.open(io.BytesIO(file)) as image:
+                rgb_image = image.convert("RGB")
+        except (OSError, ValueError, SyntaxError) as error:
+            raise ImageError(f"a stored image cannot be decoded ({one_line(error)})") from error
+
+        features = self._processor(images=[rgb_image], do_resize=False, return_tensors="pt")
+        return Pixels(features["pixel_values"], features["image_grid_thw"])
+
+
+@lru_cache(maxsize=4)
+def _load_processor(model_directory: str) -> Any:
+    import transformers
+
+    try:
+        return transformers.AutoImageProcessor.from_pretrained(
+            model_directory, backend="pil", local_files_only=True
+        )
+    except Exception as error:  # transformers raises errors of many types for files that it cannot read
+        raise ConfigError(f"{model_directory}: no usable image processor ({one_line(error)})") from error
