@@ -141,8 +141,8 @@ def place_images(ids: Sequence[int], images: Sequence[ImageRef], layout: ImageLa
     placeholder_count = sum(token == layout.placeholder for token in ids)
     if placeholder_count != len(images):
         raise ConfigError(
-            f"the chat template writes {placeholder_count} image placeholders for {len(images)} images; remove "
-            "image tokens from the text, or use a template that writes images in the messages of every role"
+            f"the chat template writes {placeholder_count} image placeholders for {len(images)} images; "
+            "remove image tokens from the text, or use a template that writes images in messages of every role"
         )
     if not images:
         return tuple(ids)
