@@ -142,7 +142,7 @@ def place_images(ids: Sequence[int], images: Sequence[ImageRef], layout: ImageLa
     if placeholder_count != len(images):
         raise ConfigError(
             f"the chat template writes {placeholder_count} image placeholders for {len(images)} images; "
-            "remove image tokens from the text, or use a template that writes images in messages of every role"
+            "remove image tokens from the text, or use a template that writes images in messages of all roles"
         )
     if not images:
         return tuple(ids)
