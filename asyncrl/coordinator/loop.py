@@ -24,6 +24,7 @@ import msgspec
 from asyncrl.buffer.staleness import drop_overdue
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.engines import EngineHandler
+from asyncrl.coordinator.images import ImageHandler
 from asyncrl.coordinator.journal import TransactionalOutbox
 from asyncrl.coordinator.lifecycle import Lifecycle, Phase
 from asyncrl.coordinator.peers import EnrolmentHandler, WrittenFiles, enrolled_keys
@@ -99,7 +100,8 @@ class Coordinator:
         self.shifts = ShiftHandler(self.state, *handlers, self._request_replacement)
 
         self.reporter = Reporter(self.state, self.workers, self.engines, self.trainer)
-        self.records = RecordHandler(self.state, self.workers, self.reporter)
+        self.images = ImageHandler(self.state, data_files=())
+        self.records = RecordHandler(self.state, self.workers, self.images, self.reporter)
         self.lifecycle = Lifecycle(self.state, *handlers, self.reporter, now)
         self.files = WrittenFiles(self.run_dir, self.journal.outbox)
 
@@ -323,6 +325,8 @@ class Coordinator:
                 self.trainer.note_request(peer, message)
             case trainer.PayloadRequest():
                 self.trainer.send_payloads(peer, message)
+            case shared.ImageRequest():
+                self.images.send_files(peer, message)
             case shared.WrittenBytes():
                 self.files.append_bytes(peer, message, frames, now)
             case _:

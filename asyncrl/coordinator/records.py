@@ -23,6 +23,7 @@ from asyncrl.buffer.payloads import (
 )
 from asyncrl.buffer.records import MAX_NAME_CHARACTERS, EpisodeRecord, OpenTurn
 from asyncrl.buffer.replay import running_attempt
+from asyncrl.coordinator.images import ImageHandler
 from asyncrl.coordinator.reporting import Reporter, result_entry, save_transcripts, transcript_entry
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.workers import WorkerHandler, WorkerRecord
@@ -35,7 +36,9 @@ from asyncrl.wire.messages.worker import Ack, Failed, Fenced, Finished, Generate
 class RecordHandler:
     """Processes the workers' records of episodes, in the order of their sequence numbers."""
 
-    def __init__(self, state: RunState, workers: WorkerHandler, reporter: Reporter) -> None:
+    def __init__(
+        self, state: RunState, workers: WorkerHandler, images: ImageHandler, reporter: Reporter
+    ) -> None:
         self.run_dir = state.run_dir
         self.ledger = state.ledger
         self.buffer = state.ledger.buffer
@@ -43,6 +46,7 @@ class RecordHandler:
         self.journal = state.journal
         self.store = state.journal.store
         self.workers = workers
+        self.images = images
         self.reporter = reporter
         self._workers_to_ack: set[bytes] = set()
 
@@ -96,13 +100,14 @@ class RecordHandler:
                 self._store_part(worker, episode, message, frames, now)
 
             case Replied():
-                frame = _single_frame(frames)
+                frame, *image_files = _frames_with_first(frames)
                 replies = decode_reply(frame).replies
                 if not 0 <= message.turn < episode.turns:
                     raise ProtocolError(
                         f"episode {episode.uid}: got replies to turn {message.turn}, which does not exist"
                     )
 
+                self.images.store_files(episode.uid, message.turn, image_files)
                 self.store.put_frame(episode.uid, message.turn, "replied", frame)
                 self.store.put_calls(episode.uid, message.turn, replies)
 
@@ -187,7 +192,7 @@ class RecordHandler:
                 f"episode {episode.uid}: expected turn {episode.turns}, got turn {message.turn}"
             )
 
-        frame = _single_frame(frames)
+        frame, *image_files = _frames_with_first(frames)
         turn = decode_turn(frame)
         check_turn(episode.uid, turn, episode.rows, self.fleet.vocabulary)
         check_logprobs(f"episode {episode.uid}, turn {turn.index}", turn.generation)
@@ -203,6 +208,7 @@ class RecordHandler:
             limit = f"{self._max_episode_tokens} tokens (rollout.max_tokens)"
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} exceeds the limit of {limit}")
 
+        self.images.store_files(episode.uid, message.turn, image_files)
         self.store.put_frame(episode.uid, message.turn, "generated", frame)
         add_turn(episode, turn, message.seconds)
         self.ledger.owner_of(episode.uid).mark_changed(episode)
@@ -292,6 +298,13 @@ def _validated(message: Record, most_tokens: int) -> Record:
     if problem := stats.misfit_text(most_tokens) or result.misfit_text(stats.turns, most_tokens):
         return Failed(message.seq, message.attempt, FailReason.EPISODE_ERROR, f"impossible: {problem}")
     return message
+
+
+def _frames_with_first(frames: list[bytes]) -> list[bytes]:
+    """Return the frames of a turn or of replies, whose first is not the file of an image."""
+    if not frames:
+        raise ProtocolError("expected a frame, got none")
+    return frames
 
 
 def _single_frame(frames: list[bytes]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -45,7 +45,8 @@ class Request(msgspec.Struct, frozen=True):
     the weights only. `stop_check` is called for every sampled id, and may end the turn there
     (StopReason.TEXT); ids sampled later are dropped. `routes_from`: the routes of earlier tokens are known;
     None: no routes are wanted. `agent`: the agent whose adapter samples the turn, where agents have adapters.
-    `on_part` gets the beginning of a long turn, every `part_seconds`.
+    `on_part` gets the beginning of a long turn, every `part_seconds`. `images`: the stored file of each image
+    in `ids`, by digest.
     """
 
     session: str
@@ -57,6 +58,7 @@ class Request(msgspec.Struct, frozen=True):
     agent: str = ""
     part_seconds: float = math.inf
     on_part: OnPart = ignore_part
+    images: Mapping[str, bytes] = {}
 
 
 class EngineRefused(EngineError):

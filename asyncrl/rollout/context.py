@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from asyncrl.conversation.commands import Rules
 from asyncrl.episodes.reward import EpisodeReward
+from asyncrl.rollout.images import WorkerImages
 from asyncrl.rollout.samplers import LocalSampler
 from asyncrl.rollout.server_pool import ServerPool
 from asyncrl.runtime.activity import Waits
@@ -27,6 +28,7 @@ class EpisodeContext:
     reward: EpisodeReward
     outbox: Outbox
     waits: Waits
+    images: WorkerImages
     min_version: Callable[[], int]
     snapshots: Snapshots | None = None
     scorer_of: Callable[[str], Sampler | None] = lambda source: None

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import msgspec
 
 from asyncrl.buffer.payloads import TurnPart
+from asyncrl.rollout.images import EpisodeImages, images_of_replies
 from asyncrl.runtime.activity import Waits
 from asyncrl.types import Turn, TurnReply
+from asyncrl.vision.image_ids import find_runs
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Generated, Record, Replied, Sampled
 from asyncrl.wire.outbox import Outbox
@@ -27,13 +29,17 @@ class EpisodeRecords:
     attempt: Attempt
     outbox: Outbox
     waits: Waits
+    images: EpisodeImages
     _newest_turn_durable: asyncio.Future[None] | None = None  # None: durable from the start
 
     async def post_turn(self, turn: Turn, session: int, seconds: float) -> None:
         """Post a turn, `seconds` after the episode began; the replies are posted later. `session`: the number
         that `EpisodeSampling.generate` got as `row`; an agent's row gets its final number only with its first
         turn."""
-        self._newest_turn_durable = await self.post_record(*generated(self.attempt, turn, seconds, session))
+        record, frame = generated(self.attempt, turn, seconds, session)
+        digests = [run.digest for run in find_runs(turn.context)]
+        image_files = self.images.take_unposted(digests)
+        self._newest_turn_durable = await self.post_record(record, frame, *image_files)
 
     async def post_part(self, part: TurnPart, seconds: float) -> None:
         """Post new tokens of an unfinished turn."""
@@ -42,7 +48,8 @@ class EpisodeRecords:
     async def post_reply(self, turn: Turn) -> None:
         """Post the replies to a turn: tool replies and the observation."""
         frame = _encode(TurnReply(turn.replies, turn.observation))
-        await self.post_record(Replied(0, self.attempt, turn.index), frame)
+        image_files = self.images.take_unposted([image.digest for image in images_of_replies(turn)])
+        await self.post_record(Replied(0, self.attempt, turn.index), frame, *image_files)
 
     async def post_record(self, record: Record, *frames: bytes) -> asyncio.Future[None]:
         """Hand a record to the outbox once the window has room. The future is done when the record is

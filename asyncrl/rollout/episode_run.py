@@ -21,6 +21,7 @@ from asyncrl.rollout.context import EpisodeContext, Sampler
 from asyncrl.rollout.episode_clock import EpisodeClock
 from asyncrl.rollout.episode_records import EpisodeRecords
 from asyncrl.rollout.episode_sampling import EpisodeSampling
+from asyncrl.rollout.images import EpisodeImages
 from asyncrl.types import EpisodeEnd, EpisodeStats, Message, RewardResult, Sample, Turn
 from asyncrl.values import shorten_to_line, without_middle
 from asyncrl.wire.messages.worker import Assign, Failed, Finished
@@ -48,8 +49,12 @@ class EpisodeRun:
         self.assignment = assignment
         self.name = f"{attempt.uid}/{attempt.attempt}"
         self.clock = EpisodeClock(time_limit, context.rules.config.episode_timeout, assignment.seconds)
-        self.records = EpisodeRecords(attempt, context.outbox, context.waits)
-        self.sampling = EpisodeSampling(self.name, context, assignment, sampler, self.clock, self.records)
+        known_images = (image for message in assignment.sample.prompt for image in message.images)
+        self.images = EpisodeImages(context.images, known_images)
+        self.records = EpisodeRecords(attempt, context.outbox, context.waits, self.images)
+        self.sampling = EpisodeSampling(
+            self.name, context, assignment, sampler, self.clock, self.records, self.images
+        )
 
         # Parts of the last record, known once the reward is computed.
         self._agent_result: object = None  # seen by the reward function

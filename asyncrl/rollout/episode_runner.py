@@ -112,8 +112,10 @@ class EpisodeRunner:
                     episode_run.sampling.recall_parts(frames[turn_frames:])
                     if assignment.parts and not turn_frames:
                         episode_run.clock.restart()
+                    recorded_turns = turns_of(frames[:turn_frames])
+                    episode_run.images.recall_turns(recorded_turns)
                     with users_code():
-                        return episode_run.final_record(await player.play(turns_of(frames[:turn_frames])))
+                        return episode_run.final_record(await player.play(recorded_turns))
             except TimeoutError:
                 if not time_limit.expired():
                     raise

@@ -27,7 +27,9 @@ from asyncrl.engines.base import (
 from asyncrl.rollout.context import EpisodeContext, Sampler
 from asyncrl.rollout.episode_clock import EpisodeClock
 from asyncrl.rollout.episode_records import EpisodeRecords
+from asyncrl.rollout.images import EpisodeImages
 from asyncrl.types import Generation, StopReason, Turn
+from asyncrl.vision.image_ids import has_images
 from asyncrl.wire.messages.worker import Assign
 
 ROW_KEY_STEP = 0x9E3779B97F4A7C15  # odd, so that rows of an episode never draw the same random numbers
@@ -47,6 +49,7 @@ class EpisodeSampling:
     sampler: Sampler
     clock: EpisodeClock
     records: EpisodeRecords
+    images: EpisodeImages
     _sessions: set[str] = field(default_factory=set)
     # By row: the unfinished turn (TurnPart.prompt), and the durable part of that turn.
     _open_turns: dict[int, tuple[bytes, Generation]] = field(default_factory=dict)
@@ -100,6 +103,7 @@ class EpisodeSampling:
             agent=agent,
             part_seconds=rules.config.part_seconds,
             on_part=post_part if is_trained else ignore_part,
+            images=await self.images.files_of(ids) if has_images(ids) else {},
         )
 
         durable_part = self._durable_part(row, prompt_digest)

@@ -39,6 +39,7 @@ from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.demonstrations import DemonstrationPlayer, NoEngine
 from asyncrl.rollout.episode_run import EpisodeRun
 from asyncrl.rollout.episode_runner import EpisodeRunner, Player
+from asyncrl.rollout.images import WorkerImages
 from asyncrl.rollout.samplers import LocalSampler, engine_factory
 from asyncrl.rollout.server_pool import ENGINE_LANES, Connect, ServerPool, connector
 from asyncrl.rollout.turn_player import TurnPlayer
@@ -165,11 +166,13 @@ class RolloutWorker:
 
         self.outbox = Outbox(lambda records, frames: self._bulk_link.send(records, frames))
         self._snapshots = Snapshots(str(run_directory.absolute()), config.store.keep_bytes)
+        self.images = WorkerImages(lambda request: self._bulk_link.send(request), self.waits)
         episode_context = EpisodeContext(
             episode_parts.rules,
             episode_parts.reward,
             self.outbox,
             self.waits,
+            self.images,
             min_version=lambda: self._min_version,
             snapshots=self._snapshots,
             scorer_of=lambda source: turn_readers.get(config.reader(source)),
@@ -313,13 +316,16 @@ class RolloutWorker:
 
     async def _listen_bulk(self) -> None:
         while True:
-            message: ToWorkerBulk = (await self._bulk_link.receive())[0]
+            message: ToWorkerBulk
+            message, frames = await self._bulk_link.receive()
             self._note_contact()
             match message:
                 case worker.Ack():
                     self.outbox.acknowledge(message.seq)
                 case worker.Fenced():
                     self._drop_episode(message.attempt)
+                case shared.ImageFiles():
+                    self.images.receive_files(message, frames)
                 case _:
                     assert_never(message)
 

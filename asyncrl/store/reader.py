@@ -21,12 +21,21 @@ T = TypeVar("T")
 EPISODE_QUERY = f"""SELECT record, state, reason, CASE kind WHEN 'train' THEN coalesce(step, {NO_STEP})
     ELSE {NO_STEP} END FROM episodes WHERE """
 COVERED_TO = "covered_to"  # key in meta: a checkpoint covers the steps up to this number
-FrameKey = tuple[str, int, str]  # uid, turn, generated | replied | result; uid, session, part_kind
+IMAGE_KIND = "image:"
+# uid, turn, generated | replied | result | image_kind; uid, session, part_kind
+FrameKey = tuple[str, int, str]
+IMAGE_QUERY = """SELECT segment, offset FROM frames WHERE kind=? AND kind > 'image:' AND kind < 'image;'
+    ORDER BY segment DESC LIMIT 1"""
 
 
 def part_kind(number: int) -> str:
     """Return the kind of the payload of a part, from the number within the turn."""
     return f"part {number}"
+
+
+def image_kind(digest: str) -> str:
+    """Return the kind of the payload that is the file of an image."""
+    return f"{IMAGE_KIND}{digest}"
 
 
 class StoredRun(msgspec.Struct):
@@ -82,6 +91,21 @@ class RunReader:
                 else:
                     frame_place = frame_places.get((turn, kind))
                     yield self._segments.read_record(frame_place) if frame_place else b""
+
+    def image_location(self, digest: str) -> FrameLocation | None:
+        """Return the newest location of an image's file; None if the image is not stored."""
+        rows = self.rows(IMAGE_QUERY, image_kind(digest))
+        return FrameLocation(*rows[0]) if rows else None
+
+    def image_file(self, digest: str) -> bytes | None:
+        """Return the file of an image that a stored turn or reply brought into its episode; None if there is
+        none. StoreError for an unreadable file."""
+        kind = image_kind(digest)
+        unwritten_file = next((file for key, file in self._unwritten.items() if key[2] == kind), None)
+        if unwritten_file is not None:
+            return unwritten_file
+        location = self.image_location(digest)
+        return self._segments.read_record(location) if location else None
 
     def plan_hash(self, step: int) -> str | None:
         rows = self.rows("SELECT plan_hash FROM commits WHERE step=?", step)

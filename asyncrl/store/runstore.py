@@ -19,7 +19,7 @@ from asyncrl.buffer.batches import Batch
 from asyncrl.buffer.records import MAX_NAME_CHARACTERS, EpisodeRecord, GroupRecord
 from asyncrl.errors import UNDECODABLE
 from asyncrl.store.copies import Copies
-from asyncrl.store.reader import COVERED_TO, FrameKey, RunReader
+from asyncrl.store.reader import COVERED_TO, IMAGE_KIND, FrameKey, RunReader, image_kind
 from asyncrl.store.schema import DATABASE, SupersededError, store_error, take_over
 from asyncrl.store.segments import FrameLocation, SegmentReader, SegmentWriter, fsync
 from asyncrl.types import NO_STEP, Sample, ToolReply
@@ -74,6 +74,15 @@ class RunStore:
         self._frames[uid, turn, kind] = payload
         self._frame_episodes.add(uid)
         self._frame_places.pop((uid, turn, kind), None)
+
+    def put_image(self, uid: str, turn: int, digest: str, file: bytes) -> None:
+        """Store the file of an image that a turn or its replies brought into the episode. A file that is
+        stored in one of the newest two segments is not written again: older segments would be kept for it."""
+        key = (uid, turn, image_kind(digest))
+        self.put_frame(*key, file)
+        location = self.reader.image_location(digest)
+        if location is not None and location.segment >= self._segments.current_segment - 1:
+            self._frame_places[key] = location
 
     def put_groups(self, groups: Collection[GroupRecord], live: dict[int, GroupRecord]) -> None:
         self._put_rows("groups", *((g.id, g.id not in live, msgspec.msgpack.encode(g)) for g in groups))
@@ -203,10 +212,7 @@ class RunStore:
         StorePaused: the disk is full, or another process locks the store; nothing was written and nothing is
         lost: call again. SupersededError: another coordinator has opened the store. StoreError: damaged.
         """
-        for key, payload in self._frames.items():
-            if key not in self._frame_places:
-                self._frame_places[key] = self._segments.append_record(payload)
-
+        self._append_frames()
         if self._sync_due:
             self._segments.sync_segment()
         oldest_segment: int | None = None
@@ -243,6 +249,20 @@ class RunStore:
 
         if oldest_segment is not None:
             self.pruning = self._segment_reader.remove_before(oldest_segment)
+
+    def _append_frames(self) -> None:
+        """Append payloads to the segment: an image that several episodes brought in this pass once."""
+        image_places = {
+            kind: place for (_, _, kind), place in self._frame_places.items() if kind.startswith(IMAGE_KIND)
+        }
+        for key, payload in self._frames.items():
+            if key in self._frame_places:
+                continue
+            kind = key[2]
+            place = image_places.get(kind) or self._segments.append_record(payload)
+            self._frame_places[key] = place
+            if kind.startswith(IMAGE_KIND):
+                image_places[kind] = place
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ DATABASE = "run.db"
 # Raise it when a table, a stored struct, or `Sample` changes. Runs of the last two minor versions must stay
 # readable (docs/reference/run_directory.md): READABLE_SCHEMAS then keeps their schemas, and all that reads a
 # run can do without the new columns and fields. Drop schemas that only older versions wrote.
-SCHEMA_VERSION = 17
+SCHEMA_VERSION = 18
 READABLE_SCHEMAS = frozenset({SCHEMA_VERSION})
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -50,6 +50,7 @@ CREATE TABLE frames(
     uid TEXT NOT NULL, turn INTEGER NOT NULL, kind TEXT NOT NULL, segment INTEGER NOT NULL,
     offset INTEGER NOT NULL, spare INTEGER NOT NULL, PRIMARY KEY(uid, turn, kind)) WITHOUT ROWID;
 CREATE INDEX frames_segment ON frames(spare, segment);
+CREATE INDEX frames_image ON frames(kind, segment) WHERE kind > 'image:' AND kind < 'image;';
 CREATE TABLE pruned(state TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE plans(step INTEGER PRIMARY KEY, record BLOB NOT NULL);
 CREATE TABLE commits(

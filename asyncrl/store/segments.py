@@ -43,6 +43,11 @@ class SegmentWriter:
         self._offset = 0
 
     @property
+    def current_segment(self) -> int:
+        """Return the number of the file that this writer appends to; -1 before the first record."""
+        return self._segment
+
+    @property
     def newest_segment(self) -> int:
         """Return the number of the newest file of any writer; -1 without files."""
         return max((int(path.stem) for path in self.directory.glob("*.seg")), default=-1)

@@ -119,13 +119,13 @@ class CoordinatorClient:
     # -- requests --------------------------------------------------------------------------------------
 
     def request(self, message: shared.WireMessage, wait_name: str, is_patient: bool = False) -> Received:
-        """Send a request, again every RESEND_SECONDS (all are idempotent), until its answer comes. Plans and
-        payloads go over the bulk channel, all others over the control channel.
+        """Send a request, again every RESEND_SECONDS (all are idempotent), until its answer comes. Plans,
+        payloads and images go over the bulk channel, all others over the control channel.
 
         A patient wait is for data and ends with the coordinator's Stop only; any other raises DeadlineError
         after the run's limit for silence, which is longer than the coordinator waits for room on a full disk.
         """
-        is_bulk = isinstance(message, trainer.PlanRequest | trainer.PayloadRequest)
+        is_bulk = isinstance(message, trainer.PlanRequest | trainer.PayloadRequest | shared.ImageRequest)
         link = self.bulk if is_bulk else self.control
         deadline = time.monotonic() + self._silence_limit
         self.waiting_for = wait_name

@@ -22,6 +22,7 @@ MAX_FILE_BYTES = 32 << 20  # of an image as it comes
 MAX_STORED_BYTES = 16 << 20  # of a prepared image, so that a message holds several
 MAX_SIDE = 16_384  # pixels of a side, as it comes
 PNG_START = b"\x89PNG\r\n\x1a\n"
+JPEG_START = b"\xff\xd8\xff"
 BIT_DEPTH_OFFSET = 24  # of the byte in a PNG file that says how many bits a channel has
 KEPT_FORMATS = ("JPEG", "PNG")  # files of these formats are kept if nothing has to be changed
 UPRIGHT = 1  # EXIF orientation of an image that need not be turned
@@ -46,6 +47,11 @@ class StoredImage(NamedTuple):
 def image_digest(file: bytes) -> str:
     """Return the digest that names a stored file: the first DIGEST_DIGITS hexadecimal digits of BLAKE2b."""
     return hashlib.blake2b(file, digest_size=16).hexdigest()[:DIGEST_DIGITS]
+
+
+def is_image_file(file: bytes) -> bool:
+    """Return True if the bytes begin as a PNG or JPEG file does."""
+    return file.startswith((PNG_START, JPEG_START))
 
 
 def prepare_image(file: bytes, layout: ImageLayout) -> StoredImage:

@@ -16,6 +16,7 @@ from asyncrl.rewards.loading import in_loop
 from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_run import EpisodeRun
 from asyncrl.rollout.episode_runner import EpisodeRunner, Player
+from asyncrl.rollout.images import WorkerImages, refuse_request
 from asyncrl.rollout.samplers import LocalSampler
 from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.activity import BusyTimer, Waits
@@ -81,7 +82,12 @@ class Bench:
         episode_rules = rules(chat=chat, **{"episode_timeout": SECONDS, "reward_timeout": SECONDS, **config})
         judge = EpisodeReward([in_loop(reward)], episode_rules.config.reward_timeout)
         self.context = EpisodeContext(
-            episode_rules, judge, self.outbox, self.waits, min_version=lambda: self.oldest
+            episode_rules,
+            judge,
+            self.outbox,
+            self.waits,
+            WorkerImages(refuse_request, self.waits),
+            min_version=lambda: self.oldest,
         )
 
     def player(self, run: EpisodeRun) -> Player:

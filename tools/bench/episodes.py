@@ -38,6 +38,7 @@ from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.rewards import in_loop
 from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_runner import EpisodeRunner
+from asyncrl.rollout.images import WorkerImages, refuse_request
 from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.activity import Sleeps, Waits
 from asyncrl.tools import Tool, Toolbox, load_tool, tool
@@ -233,11 +234,13 @@ async def run(load: Load) -> Figures:
         tool_timeout=2 * LONGEST,
     )
 
+    waits = Waits()
     context = EpisodeContext(
         Rules(chat, hermes, config),
         EpisodeReward([in_loop(lambda **_: 1.0)], 60.0),
         outbox,
-        Waits(),
+        waits,
+        WorkerImages(refuse_request, waits),
         lambda: 0,
     )
 

@@ -42,6 +42,7 @@ from asyncrl.rewards import in_loop
 from asyncrl.rollout.agent_player import AgentPlayer, Agents
 from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_runner import EpisodeRunner
+from asyncrl.rollout.images import WorkerImages, refuse_request
 from asyncrl.runtime.activity import Sleeps, Waits
 from asyncrl.types import Generation, Message, Sample, StopReason, VersionSpan
 from asyncrl.wire.messages.shared import Attempt
@@ -114,7 +115,9 @@ class Worker:
         config = RolloutConfig(max_turns=64, max_tokens=1 << 15, agent="bench", episode_timeout=3600.0)
         rules = Rules(chat, hermes, config)
         episode_reward = EpisodeReward([in_loop(lambda **_: 1.0)], 60.0)
-        self._context = EpisodeContext(rules, episode_reward, self._outbox, Waits(), lambda: 0)
+        waits = Waits()
+        images = WorkerImages(refuse_request, waits)
+        self._context = EpisodeContext(rules, episode_reward, self._outbox, waits, images, lambda: 0)
         self.gateway = Gateway()
         self._service = asyncio.create_task(self._outbox.run_sender())
         self._episodes = 0

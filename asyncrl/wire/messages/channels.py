@@ -34,9 +34,9 @@ FromTrainer = (
 )
 FromObserver = shared.ObserverHello | shared.Invite | shared.Stop
 Record = worker.Record  # inside of Records
-FromTrainerBulk = trainer.PlanRequest | trainer.PayloadRequest
+FromTrainerBulk = trainer.PlanRequest | trainer.PayloadRequest | shared.ImageRequest
 AnyControl = FromWorker | FromSupervisor | FromTrainer | FromObserver | shared.Enrol
-AnyBulk = worker.Records | FromTrainerBulk | shared.WrittenBytes
+AnyBulk = worker.Records | shared.ImageRequest | FromTrainerBulk | shared.WrittenBytes
 # By the role of the sender, from which the coordinator accepts no further messages.
 ToCoordinatorControl = {
     "rollout": FromWorker,
@@ -47,7 +47,7 @@ ToCoordinatorControl = {
     "token": shared.Enrol,
 }
 ToCoordinatorBulk = {
-    "rollout": worker.Records | shared.WrittenBytes,
+    "rollout": worker.Records | shared.ImageRequest | shared.WrittenBytes,
     "engine": shared.WrittenBytes,
     "scorer": shared.WrittenBytes,
     "trainer": FromTrainerBulk | shared.WrittenBytes,
@@ -68,9 +68,9 @@ ToWorkerControl = (
     | shared.Stop
 )
 ToSupervisor = shared.Welcome | shared.Prefetch | shared.LoadWeights | shared.Sleep | shared.Stop
-ToWorkerBulk = worker.Ack | worker.Fenced
+ToWorkerBulk = worker.Ack | worker.Fenced | shared.ImageFiles
 ToTrainerControl = shared.Welcome | trainer.GrantDevices | trainer.Committed | shared.Stop
-ToTrainerBulk = trainer.WorkPlan | trainer.Payloads
+ToTrainerBulk = trainer.WorkPlan | trainer.Payloads | shared.ImageFiles
 ToFileSender = shared.WrittenTaken
 ToToken = shared.Enrolled
 ToObserver = shared.Welcome | shared.Status | shared.StepReport | shared.Replace | shared.RunEnd | shared.Stop

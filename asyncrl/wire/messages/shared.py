@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -9,6 +10,7 @@ from msgspec import Meta
 
 from asyncrl.observe.alerts import Alert
 from asyncrl.types import MAX_VOCABULARY, PolicyVersion
+from asyncrl.vision.image_ids import DIGEST_DIGITS
 from asyncrl.weights.manifest import Probe, WeightsRef
 
 # Decoding fails for numbers out of range: sums of accepted numbers stay finite, and fit into the store.
@@ -19,6 +21,8 @@ Gap = Annotated[float, Meta(ge=0)]  # infinite if a compared value is no number
 TokenId = Annotated[int, Meta(ge=0, lt=MAX_VOCABULARY)]
 MAX_SAMPLES = 64  # sequences in a message
 MAX_SAMPLE_TOKENS = 64  # tokens of such a sequence, including its prompt
+MAX_REQUESTED_IMAGES = 8  # files in a message, each of at most MAX_STORED_BYTES
+ImageDigest = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{DIGEST_DIGITS}}}\Z")]
 MAX_PIECE_BYTES = 1 << 20  # maximum bytes of a file in a message
 FileName = Annotated[
     str, Meta(pattern=r"^(logs|timeline|ratios)/[a-z]+-[0-9-]+\.(log|jsonl)\Z", max_length=100)
@@ -75,6 +79,24 @@ class Welcome(WireMessage, frozen=True):
     step: int
     micro_tokens: int = 0
     recompute_every: Count = 0
+
+
+class ImageRequest(WireMessage, frozen=True):
+    """A worker or a trainer rank asks for the files of images: of the data, or of stored turns."""
+
+    digests: Annotated[tuple[ImageDigest, ...], Meta(max_length=MAX_REQUESTED_IMAGES)]
+
+
+class ImageFiles(WireMessage, frozen=True):
+    """The files of the requested images, a frame each, without the `lost` images, which cannot be read."""
+
+    digests: tuple[ImageDigest, ...]
+    lost: tuple[ImageDigest, ...] = ()
+
+    def files(self, frames: Sequence[bytes]) -> dict[str, bytes]:
+        """Return the frames by digest."""
+        present = [digest for digest in self.digests if digest not in self.lost]
+        return dict(zip(present, frames, strict=True))
 
 
 class Prefetch(WireMessage, frozen=True):

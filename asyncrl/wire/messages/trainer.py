@@ -10,7 +10,16 @@ from asyncrl.buffer.batches import Baseline
 from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.types import MAX_VOCABULARY, EpisodeResult, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
-from asyncrl.wire.messages.shared import Count, Finite, Gap, SampledSequence, Welcome, WireMessage
+from asyncrl.wire.messages.shared import (
+    Count,
+    Finite,
+    Gap,
+    ImageFiles,
+    ImageRequest,
+    SampledSequence,
+    Welcome,
+    WireMessage,
+)
 
 
 class TrainerHello(WireMessage, frozen=True):
@@ -242,6 +251,7 @@ ANSWER_TYPES: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]]
     TrainerHello: (Welcome, ()),
     PlanRequest: (WorkPlan, ("step", "part")),
     PayloadRequest: (Payloads, ("step", "uids")),
+    ImageRequest: (ImageFiles, ("digests",)),
     Commit: (Committed, ("step",)),
 }
 

@@ -1,7 +1,8 @@
 """Rollout worker and coordinator: the control channel, and the bulk channel with the records of episodes.
 
 Records are numbered and acknowledged. A frame of a record is a `Turn`, a `TurnPart` or a `TurnReply`: the
-coordinator checks that frames can be trained and stores frames unchanged; the trainer decodes frames.
+coordinator checks that frames can be trained and stores frames unchanged; the trainer decodes frames. The
+files of images that a turn or a reply brings into the episode are further frames of its record.
 """
 
 from __future__ import annotations
@@ -138,8 +139,8 @@ class MinVersion(WireMessage, frozen=True):
 
 
 class Generated(WireMessage, frozen=True):
-    """A model turn, durable before the tools run. Frame: the Turn without replies, which replaces the parts
-    of the `session`."""
+    """A model turn, durable before the tools run. Frames: the Turn without replies, which replaces the parts
+    of the `session`, and the files of images that are new in its context."""
 
     seq: Count
     attempt: Attempt
@@ -157,7 +158,7 @@ class Sampled(WireMessage, frozen=True):
 
 
 class Replied(WireMessage, frozen=True):
-    """The replies of tools and the environment to a turn. Frame: TurnReply."""
+    """The replies of tools and the environment to a turn. Frames: TurnReply, and the files of new images."""
 
     seq: Count
     attempt: Attempt

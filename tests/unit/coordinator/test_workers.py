@@ -14,6 +14,7 @@ from asyncrl.buffer.records import MAX_LOSSES, EpisodeRecord, State
 from asyncrl.config import parse
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.failures import FailedAttempts
+from asyncrl.coordinator.images import ImageHandler
 from asyncrl.coordinator.records import RecordHandler
 from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.versions import VersionLedger
@@ -79,7 +80,8 @@ class WorkerSetup:
         reports = SimpleNamespace(
             count_turn=lambda tokens: None, note_landed=lambda episode, *_: self.landed.append(episode)
         )
-        self.records = RecordHandler(self.state, self.handler, reports)  # type: ignore[arg-type]
+        images = ImageHandler(self.state, data_files=())
+        self.records = RecordHandler(self.state, self.handler, images, reports)  # type: ignore[arg-type]
 
     def join(self, peer: bytes, index: int = 0, slots: int = 8) -> None:
         incarnation = peer.decode().rpartition("/")[2]

@@ -1,0 +1,60 @@
+"""Sends the files of images to workers and trainer ranks, and stores those that episodes bring.
+
+consumes: ImageRequest (bulk); files in the records of turns and replies
+waits for: nothing
+unblocks: episodes that are about to sample, ranks that are about to train
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from asyncrl.coordinator.state import RunState, log
+from asyncrl.errors import ProtocolError
+from asyncrl.store.schema import StoreError
+from asyncrl.vision.files import MAX_STORED_BYTES, image_digest, is_image_file
+from asyncrl.wire.messages.shared import ImageFiles, ImageRequest
+
+
+class ImageHandler:
+    """Knows where the files of images are. `data_files`: return the file of an image of the training or
+    validation data; None if it is not there."""
+
+    def __init__(self, state: RunState, data_files: Sequence[Callable[[str], bytes | None]]) -> None:
+        self._store = state.journal.store
+        self._outbox = state.journal.outbox
+        self._data_files = data_files
+
+    def send_files(self, peer: bytes, message: ImageRequest) -> None:
+        """Send the files that a peer asks for."""
+        frames: list[bytes] = []
+        lost: list[str] = []
+        for digest in message.digests:
+            file = self._read_file(digest)
+            if file is None:
+                lost.append(digest)
+            else:
+                frames.append(file)
+
+        self._outbox.to_bulk(peer, ImageFiles(message.digests, tuple(lost)), frames)
+
+    def store_files(self, uid: str, turn: int, files: Sequence[bytes]) -> None:
+        """Store the files that came with a turn, or with the replies to a turn. ProtocolError for a frame
+        that is no image."""
+        for file in files:
+            if len(file) > MAX_STORED_BYTES or not is_image_file(file):
+                raise ProtocolError(
+                    f"episode {uid}, turn {turn}: a frame of {len(file)} bytes is not an image"
+                )
+            self._store.put_image(uid, turn, image_digest(file), file)
+
+    def _read_file(self, digest: str) -> bytes | None:
+        for data_file in self._data_files:
+            if (file := data_file(digest)) is not None:
+                return file
+
+        try:
+            return self._store.reader.image_file(digest)
+        except StoreError as error:
+            log.error("image %s: %s", digest, error)
+            return None

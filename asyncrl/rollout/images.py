@@ -1,0 +1,143 @@
+"""Files of images in a worker: those that its episodes make, and those that it requests from the coordinator.
+
+consumes: images of tools, environments and agents; ImageFiles (bulk)
+waits for: files from the coordinator, by name
+unblocks: engines, which read the images of a prompt
+
+    EpisodeImages ──files_of(ids)──► WorkerImages ──ImageRequest──► coordinator
+        ▲  └──take_unposted(…)──► records of turns and replies
+        └── add(image): tools, environment, agent
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+
+from asyncrl.errors import EngineError
+from asyncrl.runtime.activity import Waits
+from asyncrl.types import ImageRef, Turn
+from asyncrl.vision.files import StoredImage
+from asyncrl.vision.image_ids import find_runs
+from asyncrl.wire.messages.shared import MAX_REQUESTED_IMAGES, ImageFiles, ImageRequest
+
+CACHE_BYTES = 256 << 20  # files that a worker keeps
+RESEND_SECONDS = 2.0  # seconds after which a request is sent again
+
+
+async def refuse_request(request: ImageRequest) -> None:
+    """Stand in for the coordinator where there is none. EngineError."""
+    raise EngineError(f"image {request.digests[0]} is not here, and no coordinator can be asked")
+
+
+class WorkerImages:
+    """Keeps the files of images that episodes of this worker need, up to CACHE_BYTES, and requests missing
+    files. `send`: sends a message to the coordinator."""
+
+    def __init__(self, send: Callable[[ImageRequest], Awaitable[None]], waits: Waits) -> None:
+        self._send = send
+        self._waits = waits
+        self._files: OrderedDict[str, bytes] = OrderedDict()  # the least recently used first
+        self._file_bytes = 0
+        self._requested: dict[str, asyncio.Future[bytes]] = {}
+
+    def keep_file(self, digest: str, file: bytes) -> None:
+        """Keep a file; the least recently used files go."""
+        if digest in self._files:
+            self._files.move_to_end(digest)
+            return
+
+        self._files[digest] = file
+        self._file_bytes += len(file)
+        while self._file_bytes > CACHE_BYTES and len(self._files) > 1:
+            _, oldest_file = self._files.popitem(last=False)
+            self._file_bytes -= len(oldest_file)
+
+    async def files_of(self, digests: Sequence[str]) -> dict[str, bytes]:
+        """Return the files of these images. EngineError if the coordinator does not have a file any more."""
+        files = {digest: self._files[digest] for digest in digests if digest in self._files}
+        for digest in files:
+            self._files.move_to_end(digest)
+
+        missing = [digest for digest in dict.fromkeys(digests) if digest not in files]
+        if missing:
+            with self._waits.wait_named("images from the coordinator"):
+                for start in range(0, len(missing), MAX_REQUESTED_IMAGES):
+                    files |= await self._request_files(missing[start : start + MAX_REQUESTED_IMAGES])
+        return files
+
+    def receive_files(self, message: ImageFiles, frames: Sequence[bytes]) -> None:
+        """Give the files of an answer to the episodes that wait for them."""
+        for digest, file in message.files(frames).items():
+            self.keep_file(digest, file)
+            if (future := self._requested.pop(digest, None)) is not None and not future.done():
+                future.set_result(file)
+
+        for digest in message.lost:
+            if (future := self._requested.pop(digest, None)) is not None and not future.done():
+                future.set_exception(EngineError(f"image {digest} is no longer stored"))
+
+    async def _request_files(self, digests: Sequence[str]) -> dict[str, bytes]:
+        """Request files, again every RESEND_SECONDS: a restarted coordinator knows of no earlier request. The
+        episode's deadline ends the wait."""
+        futures: dict[str, asyncio.Future[bytes]] = {}
+        new_digests: list[str] = []
+        for digest in digests:
+            if digest not in self._requested:
+                self._requested[digest] = asyncio.get_running_loop().create_future()
+                new_digests.append(digest)
+            futures[digest] = self._requested[digest]
+
+        waiting = set(futures.values())
+        while waiting:
+            unanswered = tuple(digest for digest in digests if not futures[digest].done())
+            await self._send(ImageRequest(unanswered))
+            _, waiting = await asyncio.wait(waiting, timeout=RESEND_SECONDS)
+
+        return {digest: future.result() for digest, future in futures.items()}
+
+
+class EpisodeImages:
+    """The images of one attempt at an episode. Files that the attempt makes stay here until they are
+    posted, and for the next turns. `known_images`: those of the sample, which the coordinator has."""
+
+    def __init__(self, worker_images: WorkerImages, known_images: Iterable[ImageRef]) -> None:
+        self._worker_images = worker_images
+        self._own_files: dict[str, bytes] = {}  # made by this attempt
+        self._stored = {image.digest for image in known_images}  # stored, or in a posted record
+
+    def add(self, image: StoredImage) -> ImageRef:
+        """Take an image into the episode; return the reference for a reply or a message."""
+        self._own_files[image.ref.digest] = image.file
+        return image.ref
+
+    async def files_of(self, ids: Sequence[int]) -> Mapping[str, bytes]:
+        """Return the files of all images in a row of ids."""
+        digests = [run.digest for run in find_runs(ids)]
+        elsewhere = [digest for digest in digests if digest not in self._own_files]
+        files = await self._worker_images.files_of(elsewhere) if elsewhere else {}
+        return files | {digest: self._own_files[digest] for digest in digests if digest in self._own_files}
+
+    def take_unposted(self, digests: Iterable[str]) -> tuple[bytes, ...]:
+        """Return the files among these images that no record has posted, for the next record."""
+        files = tuple(
+            self._own_files[digest]
+            for digest in dict.fromkeys(digests)
+            if digest not in self._stored and digest in self._own_files
+        )
+        self._stored.update(digests)
+        return files
+
+    def recall_turns(self, turns: Sequence[Turn]) -> None:
+        """Note that the images of recorded turns and replies are stored."""
+        for turn in turns:
+            self._stored.update(run.digest for run in find_runs(turn.context))
+            self._stored.update(image.digest for image in images_of_replies(turn))
+
+
+def images_of_replies(turn: Turn) -> list[ImageRef]:
+    """Return the images of the replies to a turn."""
+    images = [image for reply in turn.replies for image in reply.images]
+    messages = turn.observation.messages if turn.observation else ()
+    return images + [image for message in messages for image in message.images]
