@@ -60,6 +60,7 @@ def find_runs(ids: Sequence[int] | np.ndarray) -> list[ImageRun]:
         return []
 
     is_start = (row[positions] & RUN_START) != 0
+    is_start[0] = True
     is_start[1:] |= np.diff(positions) > 1
     run_starts = np.flatnonzero(is_start)
     run_ends = [*run_starts[1:], len(positions)]

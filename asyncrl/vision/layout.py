@@ -62,6 +62,7 @@ REFUSALS = {
     "internvl": "an image is cut into tiles",
     "mllama": "images are read by cross attention",
 }
+MAX_SCALINGS = 10  # until a size does not change any more
 MAX_ASPECT_RATIO = 200  # longer side to shorter side
 
 
@@ -96,8 +97,21 @@ class ImageLayout(msgspec.Struct, frozen=True):
         return self.temporal_patch_size if self.scaling == "glm" else 1
 
     def final_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width after scaling, as `smart_resize` of the model's processor in transformers
-        computes them; the result of a result is the same. ValueError for an image that is too narrow."""
+        """Return height and width after scaling, which the processors of engines leave as they are.
+        ValueError for an image that is too narrow.
+
+        Of a very narrow image transformers' result would be scaled again: then the result of the result."""
+        size = (height, width)
+        for _ in range(MAX_SCALINGS):
+            scaled_size = self._scaled_size(*size)
+            if scaled_size == size:
+                return size
+            size = scaled_size
+        raise ValueError("no size of the image is left unchanged by the model's processor")
+
+    def _scaled_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return height and width as `smart_resize` of the model's processor in transformers computes
+        them."""
         factor = self.factor
         if self.scaling == "glm" and min(height, width) < factor:
             enlargement = max(factor / height, factor / width)

@@ -10,7 +10,7 @@ from asyncrl.conversation.commands import Opened, Rules
 from asyncrl.conversation.episode import Episode, advance_episode, begin_episode
 from asyncrl.conversation.parsers import hermes
 from asyncrl.conversation.tokenizer import Cut
-from asyncrl.types import Message, Sample
+from asyncrl.types import ImageRef, Message, Sample
 
 END = 3
 OPEN = 2
@@ -83,6 +83,12 @@ class FakeChat:
 
     def shorten(self, text: str, limit: int, where: Cut) -> str:
         return text[:limit]
+
+    def shorten_with_images(self, text: str, images: tuple[ImageRef, ...], limit: int, where: Cut) -> str:
+        return self.shorten(text, limit, where)
+
+    def is_placeholder(self, token: int) -> bool:
+        return False
 
     def _written(self, message: Message) -> str:
         calls = "".join(call(tool_call.name, tool_call.arguments) for tool_call in message.tool_calls)

@@ -1,0 +1,158 @@
+"""Prepared images: whatever comes in, engine and trainer read the same upright RGB picture."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.vision.files import ImageError, image_digest, prepare_decoded, prepare_image
+from asyncrl.vision.layout import ImageLayout
+
+LAYOUT = ImageLayout(
+    placeholder=9,
+    scaling="qwen",
+    patch_size=8,
+    merge_size=2,
+    temporal_patch_size=2,
+    min_pixels=32 * 32,
+    max_pixels=128 * 128,
+)
+
+
+def noise(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
+    return values[..., 0] if channels == 1 else values
+
+
+def encoded(image: PIL.Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format=kind, **options)
+    return buffer.getvalue()
+
+
+def decoded(file: bytes) -> np.ndarray:
+    return np.asarray(PIL.Image.open(io.BytesIO(file)))
+
+
+def test_a_file_that_needs_no_change_stays_as_it_came() -> None:
+    image = PIL.Image.fromarray(noise(48, 64))
+    for kind in ("PNG", "JPEG"):
+        file = encoded(image, kind)
+        prepared = prepare_image(file, LAYOUT)
+        assert prepared.file is file
+        assert not prepared.changes
+        assert prepared.ref.digest == image_digest(file)
+        assert (prepared.ref.height, prepared.ref.width) == (48, 64)
+
+
+def test_other_formats_become_png() -> None:
+    image = PIL.Image.fromarray(noise(48, 64))
+    prepared = prepare_image(encoded(image, "WEBP", lossless=True), LAYOUT)
+    assert prepared.file.startswith(b"\x89PNG")
+    assert np.array_equal(decoded(prepared.file), np.asarray(image))
+
+
+def test_images_are_scaled_once() -> None:
+    prepared = prepare_image(encoded(PIL.Image.fromarray(noise(300, 200))), LAYOUT)
+    assert prepared.changes == ("scaled",)
+    assert (prepared.ref.height, prepared.ref.width) == decoded(prepared.file).shape[:2]
+    assert prepare_image(prepared.file, LAYOUT) == prepared._replace(changes=())
+
+
+def test_photos_are_turned_upright() -> None:
+    image = PIL.Image.fromarray(noise(48, 64))
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    prepared = prepare_image(encoded(image, "PNG", exif=exif), LAYOUT)
+    assert prepared.changes == ("turned",)
+    assert np.array_equal(decoded(prepared.file), np.rot90(np.asarray(image), -1))
+
+
+def test_colours_become_rgb() -> None:
+    grey = PIL.Image.fromarray(noise(48, 64, 1))
+    prepared = prepare_image(encoded(grey), LAYOUT)
+    assert prepared.changes == ("converted to RGB",)
+    assert np.array_equal(decoded(prepared.file), np.repeat(np.asarray(grey)[..., None], 3, 2))
+
+    palette = PIL.Image.fromarray(noise(48, 64)).quantize(16)
+    assert np.array_equal(
+        decoded(prepare_image(encoded(palette), LAYOUT).file), np.asarray(palette.convert("RGB"))
+    )
+    printed = PIL.Image.fromarray(noise(48, 64)).convert("CMYK")
+    assert decoded(prepare_image(encoded(printed, "JPEG"), LAYOUT).file).shape == (48, 64, 3)
+
+
+def test_transparent_pixels_are_white() -> None:
+    pixels = noise(48, 64, 4)
+    pixels[:24, :, 3] = 0
+    pixels[24:, :, 3] = 255
+    prepared = prepare_image(encoded(PIL.Image.fromarray(pixels, "RGBA")), LAYOUT)
+    assert prepared.changes == ("laid on white",)
+    assert (decoded(prepared.file)[:24] == 255).all()
+    assert np.array_equal(decoded(prepared.file)[24:], pixels[24:, :, :3])
+
+
+def test_a_decoded_image_gives_the_same_file() -> None:
+    image = PIL.Image.fromarray(noise(100, 70))
+    prepared = prepare_decoded(image, LAYOUT)
+    assert prepared == prepare_decoded(image, LAYOUT)
+    assert prepared.ref == prepare_image(encoded(image), LAYOUT).ref
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG that says that it has so many pixels, and has none."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checksum = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + checksum
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IEND", b"")
+
+
+def animation() -> bytes:
+    frames = [PIL.Image.fromarray(noise(48, 64, seed=seed)) for seed in range(2)]
+    return encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+
+
+DEEP = PIL.Image.fromarray(np.zeros((48, 64), dtype=np.uint16))
+PLAIN = encoded(PIL.Image.fromarray(noise(48, 64)))
+
+
+@pytest.mark.parametrize(
+    ("file", "problem"),
+    [
+        (b"", "not an image file"),
+        (b"GIF89a, in name alone", "not an image file|damaged"),
+        (PLAIN[: len(PLAIN) // 2], "damaged"),
+        (bomb(20_000, 20), "20000 x 20 pixels, at most 16384"),
+        (bomb(16_000, 16_000), "too many pixels"),
+        (animation(), "2 frames"),
+        (encoded(DEEP), "16 bits|8 bits per channel"),
+        (encoded(PIL.Image.fromarray(noise(1, 300))), "300 times the shorter side"),
+        (b"\x89PNG" + bytes(40 << 20), "at most 33,554,432"),
+    ],
+    ids=["empty", "no gif", "cut", "long", "large", "animated", "16 bits", "narrow", "heavy"],
+)
+def test_bad_images_are_refused(file: bytes, problem: str) -> None:
+    with pytest.raises(ImageError, match=problem):
+        prepare_image(file, LAYOUT)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, len(PLAIN) - 1), st.integers(0, 255))
+def test_a_changed_byte_is_an_image_or_an_image_error(offset: int, value: int) -> None:
+    file = PLAIN[:offset] + bytes([value]) + PLAIN[offset + 1 :]
+    try:
+        prepared = prepare_image(file, LAYOUT)
+    except ImageError:
+        return
+    assert decoded(prepared.file).shape[2] == 3
