@@ -442,3 +442,41 @@ def test_a_file_that_is_cut_short_while_it_is_written_loses_no_later_record(tmp_
     assert reader.read_record(first) == b"first" and reader.read_record(third) == b"third"
     with pytest.raises(StoreError, match=f"damaged record at offset {second.offset}"):
         reader.read_record(second)
+
+
+def test_an_image_is_stored_once_and_kept_with_its_episodes(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    for uid in ("0.0", "0.1"):  # in the same pass
+        store.put_image(uid, 0, "d1", b"picture")
+    store.commit()
+    store.put_image("1.0", 2, "d1", b"picture")
+    assert store.reader.image_file("d1") == b"picture", "before the commit, too"
+    store.commit()
+
+    assert (tmp_path / "segments" / "00000000.seg").read_bytes().count(b"picture") == 1
+    assert store.reader.image_file("d2") is None
+    for uid in ("0.0", "0.1"):
+        store.forget_frames(uid)
+    store.commit()
+    assert store.reader.image_file("d1") == b"picture"
+    store.forget_frames("1.0")
+    store.commit()
+    assert store.reader.image_file("d1") is None
+    store.close()
+
+
+def test_an_image_of_an_old_segment_is_written_again(tmp_path: Path) -> None:
+    """Otherwise a picture that all episodes see would keep every segment since the first."""
+    store = RunStore(tmp_path)
+    store._segments.segment_bytes = 1  # a record per segment
+    segments = []
+    for number in range(5):
+        store.put_image(f"{number}.0", 0, "d1", b"picture")
+        store.put_frame(f"{number}.0", 0, "generated", b"turn")
+        store.commit()
+        place = store.reader.image_location("d1")
+        assert place is not None
+        segments.append(place.segment)
+
+    assert segments == [0, 0, 3, 3, 6]
+    store.close()

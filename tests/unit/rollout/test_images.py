@@ -1,0 +1,116 @@
+"""Files of images in a worker: requested once, kept, and posted with the records that bring them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncrl.errors import EngineError
+from asyncrl.rollout import images
+from asyncrl.rollout.images import EpisodeImages, WorkerImages, images_of_replies
+from asyncrl.runtime.activity import Waits
+from asyncrl.types import (
+    IMAGE_MARK,
+    Generation,
+    ImageRef,
+    Message,
+    Observation,
+    StopReason,
+    ToolCall,
+    ToolReply,
+    Turn,
+)
+from asyncrl.vision.files import StoredImage, image_digest
+from asyncrl.vision.image_ids import image_ids
+from asyncrl.wire.messages.shared import ImageFiles, ImageRequest
+
+FILES = {image_digest(file): file for file in (b"first image", b"second image", b"third image")}
+FIRST, SECOND, THIRD = FILES
+
+
+class Coordinator:
+    """Answers requests for images, or loses as many as it is told to."""
+
+    def __init__(self, lose: int = 0) -> None:
+        self.requests: list[tuple[str, ...]] = []
+        self.worker = WorkerImages(self._receive, Waits())
+        self._lose = lose
+
+    async def _receive(self, request: ImageRequest) -> None:
+        self.requests.append(request.digests)
+        if self._lose:
+            self._lose -= 1
+            return
+        lost = tuple(digest for digest in request.digests if digest not in FILES)
+        answer = ImageFiles(request.digests, lost)
+        frames = [FILES[digest] for digest in request.digests if digest in FILES]
+        asyncio.get_running_loop().call_soon(self.worker.receive_files, answer, frames)
+
+
+def turn(context: tuple[int, ...], replies: tuple[ToolReply, ...] = ()) -> Turn:
+    return Turn(0, context, Generation((), (), (), StopReason.STOP), replies)
+
+
+def stored(digest: str) -> StoredImage:
+    return StoredImage(ImageRef(digest, 32, 32), FILES[digest])
+
+
+async def test_a_file_is_requested_once() -> None:
+    coordinator = Coordinator()
+    ids = (1, *image_ids(FIRST, 4), 2, *image_ids(SECOND, 4))
+    episodes = [EpisodeImages(coordinator.worker, ()) for _ in range(3)]
+
+    at_once = await asyncio.gather(*(episode.files_of(ids) for episode in episodes))
+    assert at_once == [{FIRST: FILES[FIRST], SECOND: FILES[SECOND]}] * 3
+    assert await episodes[0].files_of(ids) == at_once[0]
+    assert sum(map(len, coordinator.requests)) <= 2 * len(episodes)
+    requests_so_far = len(coordinator.requests)
+    await EpisodeImages(coordinator.worker, ()).files_of(ids)
+    assert len(coordinator.requests) == requests_so_far
+
+
+async def test_a_lost_request_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "RESEND_SECONDS", 0.01)
+    coordinator = Coordinator(lose=2)
+    files = await coordinator.worker.files_of([FIRST])
+    assert files == {FIRST: FILES[FIRST]}
+    assert coordinator.requests == [(FIRST,)] * 3
+
+
+async def test_an_image_that_is_not_stored_fails_the_episode() -> None:
+    coordinator = Coordinator()
+    with pytest.raises(EngineError, match=f"image {'0' * 29} is no longer stored"):
+        await coordinator.worker.files_of([FIRST, "0" * 29])
+    assert await coordinator.worker.files_of([FIRST]) == {FIRST: FILES[FIRST]}
+
+
+async def test_the_least_recently_used_files_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "CACHE_BYTES", len(FILES[FIRST]) + len(FILES[SECOND]))
+    coordinator = Coordinator()
+    for digest in (FIRST, SECOND, FIRST, THIRD, FIRST):
+        await coordinator.worker.files_of([digest])
+    assert coordinator.requests == [(FIRST,), (SECOND,), (THIRD,)]
+
+
+async def test_records_carry_new_images_once() -> None:
+    episode = EpisodeImages(Coordinator().worker, [ImageRef(FIRST, 32, 32)])
+    for digest in (FIRST, SECOND):
+        episode.add(stored(digest))
+
+    assert episode.take_unposted([FIRST, SECOND, SECOND]) == (FILES[SECOND],), "the data has the first image"
+    assert episode.take_unposted([SECOND]) == ()
+    assert await episode.files_of(image_ids(SECOND, 4)) == {SECOND: FILES[SECOND]}
+
+
+async def test_images_of_recorded_turns_are_stored() -> None:
+    reply = ToolReply(ToolCall("look", "{}"), IMAGE_MARK, images=(ImageRef(SECOND, 32, 32),))
+    observation = Observation((Message("user", IMAGE_MARK, images=(ImageRef(THIRD, 32, 32),)),))
+    recorded = Turn(0, image_ids(FIRST, 4), turn(()).generation, (reply,), observation=observation)
+    assert [image.digest for image in images_of_replies(recorded)] == [SECOND, THIRD]
+
+    episode = EpisodeImages(Coordinator().worker, ())
+    episode.recall_turns([recorded])
+    for digest in FILES:
+        episode.add(stored(digest))
+    assert episode.take_unposted(FILES) == ()
