@@ -1,0 +1,156 @@
+"""Write the example's data and its start model, in about ten seconds.
+
+    python examples/multiturn/images/prepare.py --out images
+
+<out>/model/                      a random Qwen3-VL of 0.3M parameters, with tokenizer and image processor
+<out>/demonstrations.parquet      conversations to imitate: often the wrong corner, read correctly
+<out>/train.parquet, test.parquet questions in verl's layout, with the column `images`
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import torch
+from pictures import CORNERS, Picture
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+
+from asyncrl.data.rows import Row, verl_row, write_rows
+
+ROOT = Path(__file__).resolve().parents[3]
+TEXT_MODEL = ROOT / "examples/multiturn/calculator/model"  # its tokenizer
+IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+RIGHT_CORNERS = 0.4  # of the demonstrations zoom into the corner that the question asks about
+TEST_SEEDS = 1_000_000  # pictures of the test have seeds from here on
+
+CONTENT = """\
+{%- macro write(content) -%}
+{%- if content is string %}{{ content }}{% else %}
+{%- for part in content %}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}
+{%- endfor %}
+{%- endif %}
+{%- endmacro -%}
+"""
+
+
+def png(image: PIL.Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def question_row(seed: int) -> Row:
+    """Return a row in verl's layout: `<image>` in the prompt stands for the image of the column."""
+    picture = Picture(seed)
+    prompt = [{"role": "user", "content": f"<image>{picture.question}"}]
+    row = verl_row("pictures", prompt, picture.answer, ability="vision", seed=seed)
+    return row | {"images": [{"bytes": png(picture.image)}]}
+
+
+def demonstration_row(seed: int) -> Row:
+    """Return a conversation in which a corner, often a wrong one, is read correctly."""
+    picture = Picture(seed)
+    rng = random.Random(seed)
+    corner = picture.corner if rng.random() < RIGHT_CORNERS else rng.randrange(len(CORNERS))
+    call = {"name": "zoom", "arguments": json.dumps({"corner": CORNERS[corner]})}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": f"<image>{picture.question}"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": "<image>"},
+        {"role": "assistant", "content": picture.patterns[corner]},
+    ]
+    images = [{"bytes": png(picture.image)}, {"bytes": png(picture.zoomed(corner))}]
+    return {"data_source": "pictures", "messages": messages, "images": images}
+
+
+def write_model(directory: Path, seed: int) -> None:
+    """Write a random Qwen3-VL, with the calculator's tokenizer and tokens for images."""
+    tokenizer = AutoTokenizer.from_pretrained(TEXT_MODEL)
+    tokenizer.add_tokens(list(IMAGE_TOKENS), special_tokens=True)
+    text_template = str(tokenizer.chat_template)
+    tokenizer.chat_template = CONTENT + text_template.replace(
+        "{{ message.content }}", "{{ write(message.content) }}"
+    )
+    tokenizer.save_pretrained(directory)
+
+    start, end, image, video = tokenizer.convert_tokens_to_ids(list(IMAGE_TOKENS))
+    config = AutoConfig.for_model(
+        "qwen3_vl",
+        text_config={
+            "vocab_size": -(-len(tokenizer) // 64) * 64,
+            "hidden_size": 96,
+            "intermediate_size": 192,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 24,
+            "max_position_embeddings": 2048,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [6, 3, 3],
+                "mrope_interleaved": True,
+            },
+            "tie_word_embeddings": True,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        vision_config={
+            "hidden_size": 48,
+            "intermediate_size": 96,
+            "depth": 1,
+            "num_heads": 2,
+            "out_hidden_size": 96,
+            "patch_size": 8,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        tie_word_embeddings=True,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+    )
+    torch.manual_seed(seed)
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(directory)
+
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 8,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0, help="of the model's random weights")
+    arguments = parser.parse_args()
+
+    out: Path = arguments.out
+    (out / "model").mkdir(parents=True, exist_ok=True)
+    write_rows(out / "demonstrations.parquet", map(demonstration_row, range(10_000, 18_000)))
+    write_rows(out / "train.parquet", map(question_row, range(2000)))
+    write_rows(out / "test.parquet", map(question_row, range(TEST_SEEDS, TEST_SEEDS + 256)))
+    write_model(out / "model", arguments.seed)
+    print(f"wrote {out}/model and the data; next: asyncrl sft experiment=images_sft")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
