@@ -28,6 +28,7 @@ from asyncrl.config import ModelConfig, Packing, RunConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.model_class import frozen_parts, is_within
 from asyncrl.shrunk import cached_findings
+from asyncrl.trainer.attention import text_attention
 from asyncrl.trainer.forced_routes import ForcedRoutes
 from asyncrl.trainer.gradient_check import cached_gradient_check, check_gradients, sharing_problem
 from asyncrl.trainer.layers import prepare_layers
@@ -91,7 +92,7 @@ class Policy(nn.Module):
         self.published = tuple(piece for piece in text_pieces if piece.parameter not in buffers)
         self.buffer_pieces = tuple(piece for piece in text_pieces if piece.parameter in buffers)
         self.packing: Packing = "padded"  # how sequences must be laid out
-        self.attention = lm.config._attn_implementation  # attention of padded sequences
+        self.attention = text_attention(lm)  # attention of padded sequences
         self.forced_routes: ForcedRoutes | None = None  # replays the servers' routes in the routers
         self.adapters: Adapters | None = None
         if adapters is None and config.lora_rank:
