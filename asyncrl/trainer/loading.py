@@ -32,7 +32,14 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.errors import ConfigError
-from asyncrl.model_class import ModelRole, auto_class_of, freeze_parts, frozen_parts, read_config
+from asyncrl.model_class import (
+    ModelRole,
+    auto_class_of,
+    freeze_parts,
+    frozen_parts,
+    parts_beside_text,
+    read_config,
+)
 from asyncrl.shrunk import attention_arguments
 from asyncrl.trainer.footprint import LAYER_MIN_PARAMETERS
 from asyncrl.trainer.layers import layers_of
@@ -60,15 +67,18 @@ class WeightsSource:
     error_label: str
 
 
-def read_model(role: ModelRole, path: str, dtype: str, world: World, key: str) -> WeightsSource:
-    """Read a directory for a role. ConfigError names the key of the path."""
+def read_model(
+    role: ModelRole, path: str, dtype: str, world: World, key: str, *, train_vision: bool = False
+) -> WeightsSource:
+    """Read a directory for a role. `train_vision`: the parts beside the text part train, too. ConfigError
+    names the key of the path."""
     transformers_logging.disable_progress_bar()  # ranks share a terminal with a live view
 
     with ConfigError.instead_of(
         OSError, ValueError, SafetensorError, text=f"{key} {path!r}: cannot be loaded"
     ):
         model = model_without_weights(role, path, dtype)
-        freeze_parts(model)
+        freeze_parts(model, frozen_parts(model, train_vision=train_vision))
         file_tensors = stored_tensors(path)
         file_of_piece = locate_tensors(model, path, file_tensors)
 
@@ -185,10 +195,10 @@ def shard_empty(
     if dtype == "bfloat16":
         mixed_precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
-    # Parts that a forward of text does not run are groups of their own, which are never gathered.
-    for part_name in frozen_parts(model):
+    # Parts that a forward of text does not run are groups of their own, gathered for images only.
+    for part_name in parts_beside_text(model):
         part = model.get_submodule(part_name) if part_name in dict(model.named_modules()) else None
-        if part is not None and not any(parameter.requires_grad for parameter in part.parameters()):
+        if part is not None:
             fully_shard(part, mesh=world.mesh, mp_policy=mixed_precision, offload_policy=offload_policy)
 
     if sum(parameter.numel() for parameter in root.parameters()) >= LAYER_MIN_PARAMETERS:
