@@ -124,9 +124,8 @@ def plain_model(path: str, dtype: torch.dtype) -> Any:
     return auto_class_of(read_config(path)).from_pretrained(path, dtype=dtype).eval()
 
 
-def plain_logprobs(model: Any, path: str, conversations: Conversations) -> Tensor:
-    """Return the log-probs of the selected tokens, by forwards of transformers alone, sequence by
-    sequence."""
+def plain_logprobs(model: Any, path: str, conversations: Conversations) -> list[Tensor]:
+    """Return the log-probs of the selected tokens of each sequence, by a forward of transformers alone."""
     reader = PixelReader(path)
     logprobs = []
     for sequence in conversations.sequences:
@@ -145,7 +144,7 @@ def plain_logprobs(model: Any, path: str, conversations: Conversations) -> Tenso
         table = logits.log_softmax(-1)[is_text]
         logprobs.append(table.gather(1, labels[is_text][:, None])[:, 0])
 
-    return torch.cat(logprobs)
+    return logprobs
 
 
 def weighted_sum(logprobs: Tensor) -> Tensor:
@@ -184,7 +183,7 @@ def test_layouts_compute_what_transformers_computes(
     path = model_paths(family)
     conversations = Conversations(path)
     model = plain_model(path, getattr(torch, dtype))
-    expected = plain_logprobs(model, path, conversations)
+    expected = torch.cat(plain_logprobs(model, path, conversations))
     weighted_sum(expected).backward()
     expected_gradients = {
         name: parameter.grad
@@ -282,34 +281,36 @@ def test_pixels_are_dropped_beyond_the_limit_of_their_memory(
         image_pixels.pixels_of(digests)
 
 
-def episodes_of(sequences: Sequence[np.ndarray]) -> list[Episode]:
-    """Return an episode of each sequence: the last two ids are the model's."""
-    results = tuple(
-        EpisodeResult(float(index % 2), 2, (float(index % 2),)) for index in range(len(sequences))
-    )
+def episodes_of(conversations: Conversations, path: str) -> list[Episode]:
+    """Return an episode of each sequence, whose last two ids are the model's."""
+    with torch.no_grad():
+        logprobs = plain_logprobs(plain_model(path, torch.float64), path, conversations)
+    sequences = conversations.sequences
+    rewards = [float(index % 2) for index in range(len(sequences))]
+    results = tuple(EpisodeResult(reward, 2, (reward,)) for reward in rewards)
     episodes = []
     for index, sequence in enumerate(sequences):
         *context, first, second = sequence.tolist()
+        sampled_logprobs = tuple(logprobs[index][-2:].tolist())
         span = VersionSpan(0, 2, 0, 0)
-        generation = Generation((first, second), (-3.0, -3.0), (span,), StopReason.STOP)
+        generation = Generation((first, second), sampled_logprobs, (span,), StopReason.STOP)
         turns = [Turn(0, tuple(context), generation)]
         episodes.append((make_row(f"g/{index}", "g", results, index, turns, 1.0), turns))
     return episodes
 
 
 def learn(world: World, path: str, sections: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the gradients of a batch: texts on the last rank, images on the others."""
+    """Return the gradients of a batch: the only text is on the last of two ranks."""
     conversations = Conversations(path)
-    episodes = episodes_of([sequence for sequence in conversations.sequences if sequence[-1] < 500])
+    episodes = episodes_of(conversations, path)
     texts = [episode for episode in episodes if not digests_of(episode[1])]
     pictures = [episode for episode in episodes if digests_of(episode[1])]
     assert texts and pictures
 
-    config = tiny_config(path, model={"train_vision": True}, **sections)
-    learner = make_learner(config, world)
-    files = {digest: conversations.files[digest] for _, turns in pictures for digest in digests_of(turns)}
-    learner.image_pixels.add_files(files)
-    cut = [[pictures, texts] if world.size == 2 else [pictures + texts]]
+    learner = make_learner(tiny_config(path, model={"train_vision": True}, **sections), world)
+    if world.rank == 0:
+        learner.image_pixels.add_files(conversations.files)
+    cut = [[pictures, texts]] if world.size == 2 else [[pictures + texts]]
     return final_gradients(learner, cut)
 
 
@@ -319,6 +320,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "trainer": {"packing": "padded", "micro_batch_tokens": 64},
         "algorithm": {"advantage": "gae"},
         "kl": {"where": "loss", "coef": 0.1},
+        "buffer": {"filter_zero_variance": False},
     },
 }
 
