@@ -482,9 +482,12 @@ class Learner:
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Scores, Tensor | None]:
         """Return the policy's scores of a micro-batch and the critic's values [N], both with gradient."""
-        self._computed_tokens += micro_batch.selected.ids.numel()
+        selected = micro_batch.selected
+        self._computed_tokens += selected.ids.numel()
         self._computed_flops += self._flop_count.total_flops(
-            micro_batch.selected.host_positions, len(micro_batch.selected.labels)
+            selected.host_positions,
+            len(selected.labels),
+            patches=0 if selected.images is None else len(selected.images.pixels.pixel_values),
         )
 
         teacher = None

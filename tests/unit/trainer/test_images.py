@@ -14,13 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.config import ModelConfig, Packing
-from asyncrl.errors import ProtocolError
+from asyncrl.engines.torch.engine import replace_weights
+from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.model_class import auto_class_of, read_config
+from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer import images
 from asyncrl.trainer.attention import use_forest_attention
+from asyncrl.trainer.batch import collate, training_sample
+from asyncrl.trainer.image_checks import require_trainable_images
 from asyncrl.trainer.images import ImagePixels, digests_of
 from asyncrl.trainer.model import Policy, load_policy
+from asyncrl.trainer.performance import FlopCount
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, Generation, StopReason, Turn, VersionSpan
@@ -28,14 +34,30 @@ from asyncrl.vision.files import StoredImage, prepare_decoded
 from asyncrl.vision.image_ids import FIRST_IMAGE_ID, find_runs, image_ids, with_placeholders
 from asyncrl.vision.layout import ImageLayout, read_image_layout
 from asyncrl.vision.pixels import PixelReader, Pixels
+from asyncrl.weights.checkpoint_match import trained_shapes
+from asyncrl.weights.model_files import stored_tensors
+from asyncrl.weights.names import checkpoint_pieces
 from tests.fakes.ranks import run_ranks
-from tests.fakes.tiny_families import NORMALIZED, build_family
-from tests.fakes.training import Episode, difference, final_gradients, make_learner, make_row, tiny_config
+from tests.fakes.tiny_families import DEMO_MODEL, NORMALIZED, build_family
+from tests.fakes.training import (
+    Episode,
+    difference,
+    export,
+    final_gradients,
+    load_checkpoint,
+    make_learner,
+    make_row,
+    run_batch,
+    save_checkpoint,
+    stored,
+    tiny_config,
+)
 
 pytestmark = pytest.mark.slow
 
 FAMILIES = ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.full)]
 FAMILIES += [pytest.param("glm4v", marks=pytest.mark.full)]
+TOWER_WEIGHT = "model.visual.patch_embed.proj.weight"
 LAYOUTS: tuple[Packing, ...] = ("padded", "packed", "tree")
 GLM_PREPROCESSOR = NORMALIZED | {
     "size": {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 280 * 280},
@@ -169,7 +191,8 @@ def relative_distance(gradients: dict[str, Tensor], expected: dict[str, Tensor])
 
 
 @pytest.mark.parametrize(
-    ("dtype", "train_vision", "limit"), [("float32", False, 1e-5), ("float64", True, 1e-10)]
+    ("dtype", "train_vision", "limit"),
+    [("float32", False, 1e-5), pytest.param("float64", True, 1e-10, marks=pytest.mark.full)],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layouts_compute_what_transformers_computes(
@@ -329,6 +352,7 @@ def learn_in_folder(name: str, world: World, folder: Path) -> dict[str, Tensor]:
     return learn(world, str(folder.parent / "model"), SECTIONS[name])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*SECTIONS])
 def test_a_rank_without_images_gives_the_gradients_of_one_rank(
     name: str, world: World, tmp_path: Path
@@ -338,3 +362,111 @@ def test_a_rank_without_images_gives_the_gradients_of_one_rank(
     gradients = run_ranks(2, partial(learn_in_folder, name), tmp_path / "ranks")
     assert any(".visual." in parameter for parameter in expected)
     assert difference(gradients, expected) < 1e-12
+
+
+@pytest.mark.full
+def test_a_trained_tower_is_published_exported_and_saved(world: World, tmp_path: Path) -> None:
+    path = build_vision_model("qwen3_vl", tmp_path / "model")
+    conversations = Conversations(path)
+    learner = make_learner(tiny_config(path, model={"train_vision": True}), world, "float32")
+    learner.image_pixels.add_files(conversations.files)
+    run_batch(learner, [[episodes_of(conversations, path)]])
+
+    parameters = {name: parameter.full_tensor() for name, parameter in learner.policy.lm.named_parameters()}
+    published = stored(learner.policy)
+    assert published.keys() == trained_shapes(path, train_vision=True).keys()
+    model = plain_model(path, torch.float32)
+    assert not torch.equal(model.state_dict()[TOWER_WEIGHT], parameters[TOWER_WEIGHT])
+    replace_weights(model, published, checkpoint_pieces(model, model.state_dict(), stored_tensors(path)))
+    exported = plain_model(export(tmp_path, learner.policy, world, path), torch.float32)
+    for reader in (model, exported):
+        read_parameters = dict(reader.named_parameters())
+        assert all(torch.equal(read_parameters[name], tensor) for name, tensor in parameters.items())
+
+    saved = save_checkpoint(
+        tmp_path / "checkpoints", learner, CheckpointManifest(step=1, trainer_epoch=0), hf=False
+    )
+    restored = make_learner(learner.config, world, "float32")
+    load_checkpoint(saved, restored)
+    restored_parameters = dict(restored.policy.lm.named_parameters())
+    assert all(
+        torch.equal(restored_parameters[name].full_tensor(), tensor) for name, tensor in parameters.items()
+    )
+    assert restored.optimizer.state[restored_parameters[TOWER_WEIGHT]]["exp_avg"].full_tensor().any()
+
+
+@pytest.mark.full
+def test_a_step_without_images_leaves_a_trained_tower_as_it_is(
+    model_paths: Callable[[str], str], world: World
+) -> None:
+    path = model_paths("qwen3_vl")
+    conversations = Conversations(path)
+    texts = [episode for episode in episodes_of(conversations, path) if not digests_of(episode[1])]
+    config = ModelConfig(path=path, dtype="float32", train_vision=True)
+    policy = load_policy(config, world)
+    (row, turns) = texts[0]
+    sample = training_sample(row, turns, 0, 4, aggregations.get("token_mean"))
+    policy(collate([sample], torch.float32).selected).logp.sum().backward()
+    gradients = policy_gradients(policy)
+    assert gradients and not any(".visual." in name for name in gradients)
+    weighted_sum(policy(conversations.select("padded")).logp).backward()
+    assert TOWER_WEIGHT in policy_gradients(policy)
+
+
+def test_sequence_parallel_does_not_go_with_images(model_paths: Callable[[str], str]) -> None:
+    path = model_paths("qwen3_vl")
+    assert require_trainable_images(tiny_config(path)) == read_image_layout(path)
+    config = tiny_config(path, trainer={"ranks": 2, "sequence_parallel": 2})
+    complaint = r"trainer\.sequence_parallel=2 does not work with images; set trainer\.sequence_parallel=1"
+    with pytest.raises(ConfigError, match=complaint):
+        require_trainable_images(config)
+
+
+@pytest.mark.full
+def test_a_reference_must_read_images_like_the_policy(model_paths: Callable[[str], str]) -> None:
+    path = model_paths("qwen3_vl")
+    complaints = {
+        model_paths(
+            "glm4v"
+        ): r"kl\.reference: \S+ reads images in other patches, .* than \S+; use a model of",
+        str(DEMO_MODEL): r"the model \(type \w+\) reads text only",
+    }
+    for reference, complaint in complaints.items():
+        with pytest.raises(ConfigError, match=complaint):
+            require_trainable_images(tiny_config(path, kl={"where": "loss", "reference": reference}))
+
+
+@pytest.mark.full
+def test_an_architecture_of_text_alone_reads_no_images(tmp_path: Path) -> None:
+    path = build_vision_model("qwen3_5", tmp_path / "model")
+    config_file = tmp_path / "model" / "config.json"
+    settings = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps(settings | {"architectures": ["Qwen3_5ForCausalLM"]}))
+    with pytest.raises(ConfigError, match="names a class of text alone, so the model reads no images"):
+        require_trainable_images(tiny_config(path))
+
+
+def test_adapters_do_not_train_the_tower() -> None:
+    with pytest.raises(ConfigError, match=r"model\.train_vision=true does not work with adapters"):
+        tiny_config("model", model={"train_vision": True, "lora_rank": 4})
+
+
+@pytest.mark.full
+def test_patches_count_in_the_operations_of_a_step(model_paths: Callable[[str], str], world: World) -> None:
+    path = model_paths("qwen3_vl")
+    counts = {
+        train_vision: FlopCount.of(
+            load_policy(ModelConfig(path=path, dtype="float32", train_vision=train_vision), world).lm
+        )
+        for train_vision in (False, True)
+    }
+    tower = plain_model(path, torch.float32).model.visual
+    matrix_numbers = sum(weight.numel() for weight in tower.parameters() if weight.ndim > 1)
+    embedding_numbers = tower.pos_embed.weight.numel()
+    assert counts[False].patch == 2 * (matrix_numbers - embedding_numbers)
+    assert counts[True].patch == 3 * counts[False].patch
+    assert counts[True].body == counts[False].body
+    positions = np.arange(5)
+    assert counts[True].total_flops(positions, 2, patches=7) - counts[True].total_flops(positions, 2) == (
+        pytest.approx(7 * counts[True].patch)
+    )
