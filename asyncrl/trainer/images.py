@@ -152,8 +152,8 @@ def with_numbered_images(sequences: Iterable[np.ndarray]) -> list[np.ndarray]:
 
 
 def dummy_sequence() -> np.ndarray:
-    """Return a sequence with the smallest image. Ranks gather a tower's weights together, so a rank without
-    images adds this sequence, none of whose tokens is scored."""
+    """Return a sequence with the smallest image. All ranks gather a tower's weights together, so a rank
+    without images adds this sequence, none of whose tokens is scored."""
     return np.array([0, *image_ids(DUMMY_DIGEST, DUMMY_SIDE**2)], dtype=np.int32)
 
 

@@ -8,7 +8,7 @@
 Exactness: the loss of a batch is (Σ_t w_t·L_t)/D with w_t fixed before the forward and a single D, known only
 when the batch is complete. FSDP2, and replicas once a step, *average* gradients over ranks, so every loss is
 multiplied by the number of ranks. All ranks run the same number of forwards; a rank without trajectories runs
-a dummy token.
+a dummy token and, where other ranks have images, a rank without images runs a dummy image.
 """
 
 from __future__ import annotations
