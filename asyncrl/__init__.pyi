@@ -51,6 +51,9 @@ class ModelKeys(TypedDict, total=False):
     """Device of trainer ranks and embedded engines. Embedded engines use any GPUs that no rank or scorer
     uses (with `engine.colocated`: the GPUs of the ranks). On Ray, an embedded engine gets its own GPU
     only with `cuda`."""
+    train_vision: bool
+    """Also train what a vision-language model reads images with: its vision tower and projector. If
+    false, only the text part trains."""
     fp32_head: bool
     """Compute the trainer's logits in float32 even if `dtype` is bfloat16."""
     lora_rank: int

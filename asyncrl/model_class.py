@@ -2,7 +2,7 @@
 
     config.json ──► AutoModelForCausalLM             one model of text: everything trains
                 └─► AutoModelForImageTextToText      a composite model: its text part trains; towers and
-                    (or AutoModelForMultimodalLM)    projectors are frozen, and kept as they are
+                    (or AutoModelForMultimodalLM)    projectors are frozen, without model.train_vision
 
 A configuration is composite if it holds a configuration of the text part. Launcher, trainer ranks, embedded
 engines and commands all ask here, so that they agree.
@@ -75,7 +75,13 @@ def text_part(model: PreTrainedModel) -> PreTrainedModel:
     return decoder
 
 
-def frozen_parts(model: PreTrainedModel) -> tuple[str, ...]:
+def frozen_parts(model: PreTrainedModel, *, train_vision: bool = False) -> tuple[str, ...]:
+    """Return the names of the parts that do not train: those beside the text part, or none with
+    `model.train_vision`."""
+    return () if train_vision else parts_beside_text(model)
+
+
+def parts_beside_text(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the names of the modules and parameters beside the text part and its output layer, such as
     `model.visual` and `model.multi_modal_projector`; () for a model of text alone."""
     decoder = text_part(model)
@@ -89,13 +95,11 @@ def is_within(name: str, parts: tuple[str, ...]) -> bool:
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
-def freeze_parts(model: PreTrainedModel) -> tuple[str, ...]:
-    """Freeze the parts beside the text part, and return their names."""
-    frozen_part_names = frozen_parts(model)
+def freeze_parts(model: PreTrainedModel, frozen_part_names: tuple[str, ...]) -> None:
+    """Freeze parts of a model, by their names."""
     for name, parameter in model.named_parameters():
         if is_within(name, frozen_part_names):
             parameter.requires_grad_(False)
-    return frozen_part_names
 
 
 def _parts_outside(module: nn.Module, name: str, text_modules: set[nn.Module | None]) -> Iterator[str]:

@@ -130,6 +130,10 @@ def _check_combinations(config: RunConfig) -> None:
         "weights.adapters=true needs adapters in complete files: set model.lora_rank, weights.transport=disk "
         "and full_every=1, or remove weights.adapters": weights.adapters is True
         and not (config.adapters and weights.transport == "disk" and weights.full_every == 1),
+        "model.train_vision=true does not work with adapters, which adapt the text part alone; remove "
+        "model.lora_rank and agents, or set model.train_vision=false": bool(
+            config.model.train_vision and config.adapters
+        ),
         "agents: only requests from an agent program name an agent; set rollout.agent": bool(
             config.agents and not rollout.agent
         ),

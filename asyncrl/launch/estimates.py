@@ -11,7 +11,7 @@ from contextlib import suppress
 from math import sqrt
 from pathlib import Path
 
-from asyncrl.config import RunConfig
+from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.launch.run_directory import check_creatable
 from asyncrl.observe.metrics import duration_text
 from asyncrl.runtime.process import is_imported
@@ -109,13 +109,15 @@ def learning_rates(parameters: int, lora: bool) -> tuple[float, float, float]:
 def checkpoint_bytes(config: RunConfig) -> int:
     """Estimate the size of one checkpoint: the state of the policy and of a separate critic, and the
     export."""
-    parameters = parameter_count(config.model.path)
+    model = config.model
+    parameters = parameter_count(model.path, train_vision=model.train_vision)
     trained_bytes = MASTER_BYTES + MOMENT_BYTES
-    exported_bytes = DTYPE_BYTES[config.model.dtype]
+    exported_bytes = DTYPE_BYTES[model.dtype]
     # The base of adapters is frozen.
     total_bytes = parameters * ((exported_bytes if config.adapters else trained_bytes) + exported_bytes)
     # Frozen parts are in the state and in the export, too.
-    total_bytes += 2 * sum(frozen_counts(config.model.path).values()) * exported_bytes
+    frozen = frozen_counts(model.path, train_vision=model.train_vision)
+    total_bytes += 2 * sum(frozen.values()) * exported_bytes
 
     if needs_critic(config):
         total_bytes += parameter_count(config.critic.path or config.model.path) * trained_bytes
@@ -134,7 +136,7 @@ def describe_costs(config: RunConfig, has_gpu: bool | None) -> list[str]:
     )
     trained_text = f"adapters of rank {adapter_ranks}" if adapter_ranks else "all weights trained"
 
-    parameters = parameter_count(config.model.path)
+    parameters = parameter_count(config.model.path, train_vision=config.model.train_vision)
     is_timed = config.model.dtype == "float32" and parameters >= MIN_TIMED_PARAMETERS
     speed_note = ""
     if is_timed and uses_gpu(config, has_gpu) is False:
@@ -144,7 +146,7 @@ def describe_costs(config: RunConfig, has_gpu: bool | None) -> list[str]:
 
     pause = config.checkpoint.pause
     interval_text = f"every {pause} steps" if pause < config.total_steps else "at the end"
-    parts_text, frozen_text = _describe_parts(config.model.path)
+    parts_text, frozen_text = _describe_parts(config.model)
     return [
         f"model         {parts_text}, {trained_text}{frozen_text}, {config.model.dtype}{speed_note}",
         f"checkpoints   {format_bytes(checkpoint_size)} each, {interval_text}; at most {kept_count} at once: "
@@ -152,14 +154,15 @@ def describe_costs(config: RunConfig, has_gpu: bool | None) -> list[str]:
     ]
 
 
-def _describe_parts(path: str) -> tuple[str, str]:
+def _describe_parts(model: ModelConfig) -> tuple[str, str]:
     """Describe the class that reads a model, with the part that trains: "LlamaForCausalLM: 8.0 B parameters";
     and the frozen parts: "; frozen: model.visual (0.4 B)", or ''."""
-    trained_text = f"{_format_count(parameter_count(path))} parameters"
-    if class_name := language_match(path).model_class:
+    parameters = parameter_count(model.path, train_vision=model.train_vision)
+    trained_text = f"{_format_count(parameters)} parameters"
+    if class_name := language_match(model.path).model_class:
         trained_text = f"{class_name}: {trained_text}"
 
-    frozen_parts = frozen_counts(path)
+    frozen_parts = frozen_counts(model.path, train_vision=model.train_vision)
     if not frozen_parts:
         return trained_text, ""
 

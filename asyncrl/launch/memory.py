@@ -40,7 +40,7 @@ def version_bytes(config: RunConfig) -> int:
     copy_count = readers(config, ranks) + 1 + (config.weights.full_every > 1)
     shard_count = ranks // config.trainer.replicas
 
-    shapes = trained_shapes(config.model.path)
+    shapes = trained_shapes(config.model.path, train_vision=config.model.train_vision)
     parameters = adapter_count(config) if config.adapters_apart else sum(map(prod, shapes.values()))
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
 

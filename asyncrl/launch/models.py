@@ -21,6 +21,7 @@ from asyncrl.conversation.templates import read_template
 from asyncrl.engines.sglang.served_layers import kinds_not_served, servers_get_adapters, type_without_adapters
 from asyncrl.errors import ConfigError, one_line, users_code
 from asyncrl.launch.estimates import multiplies_bfloat16, sees_gpu
+from asyncrl.vision.layout import read_image_layout
 from asyncrl.weights.model_files import quantization_method, read_json, weight_files, weight_shapes
 from asyncrl.weights.trained_tensors import linear_kinds
 
@@ -246,6 +247,11 @@ def check_model(config: RunConfig) -> None:
             f"rollout.max_tokens ({config.rollout.max_tokens}) exceeds the model's context length "
             f"({context_length}); lower rollout.max_tokens"
         )
+
+    if config.model.train_vision:
+        advice = "or set model.train_vision=false"
+        with ConfigError.instead_of(ConfigError, text="model.train_vision=true", advice=advice):
+            read_image_layout(config.model.path)
 
     head_count = text_settings.get("num_attention_heads", text_settings.get("n_head"))  # GPT-2
     sequence_ranks = config.trainer.sequence_parallel

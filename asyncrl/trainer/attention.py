@@ -331,7 +331,25 @@ def use_forest_attention(model: PreTrainedModel) -> None:
     """Let forwards of the model take a `forest`. For a forward without one, the model's own attention must be
     set again; layers with a state can do both."""
     hand_over_state_layers(model)
-    model.set_attn_implementation(FOREST_ATTENTION)
+    set_text_attention(model, FOREST_ATTENTION)
+
+
+def text_attention(model: PreTrainedModel) -> str:
+    """Return the name of the attention of the model's text part."""
+    attention_name: str = model.config.get_text_config()._attn_implementation
+    return attention_name
+
+
+def set_text_attention(model: PreTrainedModel, attention_name: str) -> None:
+    """Set the attention of the model's text part. The towers of a composite model keep their own."""
+    config = model.config
+    text_config = config.get_text_config()
+    for key in config.sub_configs:
+        if getattr(config, key) is text_config:
+            model.set_attn_implementation({key: attention_name})
+            return
+
+    model.set_attn_implementation(attention_name)
 
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

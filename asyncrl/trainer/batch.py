@@ -27,7 +27,8 @@ from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.config import Packing
 from asyncrl.conversation.turns import without_untrained
 from asyncrl.errors import ProtocolError
-from asyncrl.trainer.forced_routes import UNKNOWN_EXPERT
+from asyncrl.trainer.forced_routes import NO_ROUTES, UNKNOWN_EXPERT
+from asyncrl.trainer.images import ImagePixels
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.staging import moved_to_device, to_device
 from asyncrl.trainer.teacher import TeacherScores, references, teacher_sequences_of, topk_of_turns
@@ -188,7 +189,6 @@ class MicroBatch:
         return replace(self, **converted_columns)
 
 
-NO_ROUTES = np.empty((0, 0), dtype=np.int32)
 _turn_decoder = msgspec.msgpack.Decoder(Turn)
 OPTIONAL_COLUMNS = ("advantage", "returns", "proximal_logprobs", "reference", "value", "prepared")
 
@@ -340,14 +340,20 @@ def sequence_routes(
     return tuple(part[:length] for part, length in zip(joined_parts, lengths, strict=True))
 
 
-def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Packing = "padded") -> MicroBatch:
-    """Lay out the sequences and flatten them. `dtype`: of real numbers.
+def collate(
+    samples: Sequence[TrainingSample],
+    dtype: torch.dtype,
+    packing: Packing = "padded",
+    image_pixels: ImagePixels | None = None,
+) -> MicroBatch:
+    """Lay out the sequences and flatten them. `dtype`: of real numbers. `image_pixels`: see
+    Selected.lay_out.
 
     Without a model token (an idle rank), a dummy token of weight zero keeps forward and backward valid.
     """
     token_counts = [sample.model_tokens for sample in samples]
     if not sum(token_counts):
-        return _dummy_batch(dtype, packing)
+        return _dummy_batch(dtype, packing, image_pixels)
 
     def per_token(values: Sequence[float]) -> Tensor:
         return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float64), token_counts)).to(dtype)
@@ -375,7 +381,9 @@ def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Pack
         )
         episode_index = np.unique(episode_index * (max(adapters) + 1) + adapter_index, return_inverse=True)[1]
 
-    selected = Selected.lay_out(sequences, sequence_of, position, temperature, packing, routes, adapters)
+    selected = Selected.lay_out(
+        sequences, sequence_of, position, temperature, packing, routes, adapters, image_pixels
+    )
 
     teacher_tokens = None
     if teacher_sequences := [sequence for sample in samples for sequence in sample.teacher_sequences]:
@@ -386,7 +394,12 @@ def collate(samples: Sequence[TrainingSample], dtype: torch.dtype, packing: Pack
             ]
         )
         teacher_tokens = Selected.lay_out(
-            teacher_sequences, sequence_of, position + extra_tokens[sequence_of], temperature, packing
+            teacher_sequences,
+            sequence_of,
+            position + extra_tokens[sequence_of],
+            temperature,
+            packing,
+            image_pixels=image_pixels,
         )
 
     if topk_parts := [sample.teacher_topk for sample in samples if sample.teacher_topk is not None]:
@@ -431,12 +444,14 @@ def with_values(samples: Sequence[TrainingSample], name: str, values: Tensor) ->
     return [replace(sample, **added_field) for sample, added_field in zip(samples, added_fields, strict=True)]
 
 
-def _dummy_batch(dtype: torch.dtype, packing: Packing) -> MicroBatch:
+def _dummy_batch(dtype: torch.dtype, packing: Packing, image_pixels: ImagePixels | None) -> MicroBatch:
     zero = torch.zeros(1, dtype=dtype)
     false = torch.zeros(1, dtype=torch.bool)
     zero_index = torch.zeros(1, dtype=torch.int64)
     ids = np.zeros(2, dtype=np.int64)
-    second_token = Selected.lay_out([ids], np.array([0]), np.array([1]), zero + 1, packing)
+    second_token = Selected.lay_out(
+        [ids], np.array([0]), np.array([1]), zero + 1, packing, image_pixels=image_pixels
+    )
 
     return MicroBatch(
         selected=replace(

@@ -150,9 +150,10 @@ def static_bytes(config: RunConfig) -> tuple[int, int, int]:
     """Return the bytes of weights, gradients and optimizer state on each rank. Frozen parts of a model, such
     as a tower for pictures, are weights alone."""
     trainer = config.trainer
-    policy_numbers = count(ModelSizes(config.model.path).shapes)
+    model = config.model
+    policy_numbers = count(trained_shapes(model.path, train_vision=model.train_vision))
     trained = policy_numbers
-    frozen = _frozen_numbers(config.model.path)
+    frozen = sum(frozen_counts(model.path, train_vision=model.train_vision).values())
     if config.adapters:
         trained = adapter_count(config)
         frozen += policy_numbers
@@ -174,7 +175,7 @@ def static_bytes(config: RunConfig) -> tuple[int, int, int]:
         frozen += count(trained_shapes(reference_path)) + _frozen_numbers(reference_path)
 
     shards = trainer.ranks / trainer.replicas
-    weight_bytes = (trained * MASTER_BYTES + frozen * DTYPE_BYTES[config.model.dtype]) / shards
+    weight_bytes = (trained * MASTER_BYTES + frozen * DTYPE_BYTES[model.dtype]) / shards
     gradient_bytes = trained * MASTER_BYTES / shards
 
     return int(weight_bytes), int(gradient_bytes), int(gradient_bytes * _state_numbers_per_parameter(trainer))

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -21,6 +22,7 @@ from asyncrl.errors import ConfigError
 
 ROUTER_NAME = re.compile(r"\.layers\.(\d+)\..*")  # matches a router's module name
 UNKNOWN_EXPERT = -1  # instead of an expert's index: the trainer chooses
+NO_ROUTES = np.empty((0, 0), dtype=np.int32)  # of a sequence
 
 
 class ForcedRoutes:

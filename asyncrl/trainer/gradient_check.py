@@ -27,7 +27,7 @@ from asyncrl.shrunk import (
     is_passing_error,
 )
 from asyncrl.state_layers import has_state
-from asyncrl.trainer.attention import use_forest_attention
+from asyncrl.trainer.attention import set_text_attention, text_attention, use_forest_attention
 from asyncrl.trainer.scores import Scores, Selected
 from asyncrl.trainer.world import World
 from asyncrl.user_cache import code_versions, keep_result, read_result
@@ -62,7 +62,7 @@ def check_gradients(
     share the model. A collective. Gradients are cleared.
     """
     model = transformer_of(root)
-    own_attention = model.config._attn_implementation
+    own_attention = text_attention(model)
     vocabulary_size = model.config.get_text_config().vocab_size
     rng = np.random.default_rng(0)
     common_start, *ends = (
@@ -114,7 +114,7 @@ def check_gradients(
 
         root.zero_grad()
         if forest is not None:
-            model.set_attn_implementation(own_attention)
+            set_text_attention(model, own_attention)
 
         # Layers are compared on a small copy only: a loaded model's calls would fill its device.
         if differs and method != "split" and world is None:
@@ -206,7 +206,7 @@ def _record_layer_calls(root: nn.Module, layers: Mapping[str, nn.Module], select
     layer_calls: LayerCalls = {}
     call_counts = Counter[str]()
     model = transformer_of(root)
-    plain_attention = model.config._attn_implementation
+    plain_attention = text_attention(model)
 
     def selected_rows(value: Any) -> Tensor | None:
         """Return the rows of the selected tokens, where a tensor has a row for each token."""
@@ -239,7 +239,7 @@ def _record_layer_calls(root: nn.Module, layers: Mapping[str, nn.Module], select
     try:
         root(selection)
     finally:
-        model.set_attn_implementation(plain_attention)
+        set_text_attention(model, plain_attention)
         for hook in hooks:
             hook.remove()
 

@@ -8,16 +8,18 @@
 Exactness: the loss of a batch is (Σ_t w_t·L_t)/D with w_t fixed before the forward and a single D, known only
 when the batch is complete. FSDP2, and replicas once a step, *average* gradients over ranks, so every loss is
 multiplied by the number of ranks. All ranks run the same number of forwards; a rank without trajectories runs
-a dummy token.
+a dummy token and, where other ranks have images, a rank without images runs a dummy image.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -42,6 +44,8 @@ from asyncrl.trainer.batch import (
     with_values,
 )
 from asyncrl.trainer.footprint import RECOMPUTED_EVERY, least_recomputation
+from asyncrl.trainer.image_checks import require_trainable_images
+from asyncrl.trainer.images import ImagePixels, contains_images, digests_in
 from asyncrl.trainer.layers import compiled_graphs
 from asyncrl.trainer.loading import master_dtype
 from asyncrl.trainer.model import Critic, load_critic, load_policy, load_reference
@@ -64,6 +68,7 @@ from asyncrl.trainer.world import World
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
+NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 PlannedWork = Iterable[tuple[PlannedTrajectory, Sequence[Turn]]]
 logger = logging.getLogger(__name__)
 
@@ -183,6 +188,12 @@ class Learner:
         """Return the running statistics of earlier batches; None while unknown."""
         return Whitening.from_state(self.state)
 
+    @cached_property
+    def image_pixels(self) -> ImagePixels:
+        """Return the reader of the run's images, made with the first image. ConfigError where the run cannot
+        train on images."""
+        return ImagePixels(self.config.model.path, require_trainable_images(self.config))
+
     def rank_part(self, planned: Sequence[PlannedTrajectory]) -> list[list[PlannedTrajectory]]:
         """Return this rank's share of one part of the plan, in lists of about a micro-batch each."""
         data_ranks = self.world.data_ranks
@@ -195,9 +206,13 @@ class Learner:
         hidden_size = self.policy.lm.config.get_text_config().hidden_size
         return partition_plan(planned, self.packing, self.token_budget, hidden_size, rank_count)
 
-    def accumulate(self, work: PlannedWork) -> None:
+    def accumulate(self, work: PlannedWork, image_files: Mapping[str, bytes] = NO_FILES) -> None:
         """Train on this rank's trajectories of one part of the plan, or hold them behind the barrier. An idle
-        rank has none."""
+        rank has none. `image_files`: the stored files, by digest, of all images in the turns (`digests_of`);
+        files of earlier parts of the batch need not be handed in again."""
+        if image_files:
+            self.image_pixels.add_files(image_files)
+
         forced_routes = self.policy.forced_routes
         samples = [
             training_sample(
@@ -231,6 +246,8 @@ class Learner:
             tally = self._take_optimizer_step(self._tally)
 
         self._held_samples = []
+        if "image_pixels" in vars(self):
+            self.image_pixels.drop_files()
         self._tally = report.MetricSums()
         self.step += 1
         metrics = report.batch_metrics(tally, advantage_scaling(self.recipe, tally.sums, self.whitening))
@@ -349,8 +366,7 @@ class Learner:
             return self._held_samples
 
         scored_samples = list[TrainingSample]()
-        for part_samples in self._cut_micro_batches(self._held_samples):
-            micro_batch = self._collate_on_device(part_samples)
+        for part_samples, micro_batch in self._collated_micro_batches(self._held_samples):
             columns: dict[str, Tensor | None] = {}
             with torch.no_grad():
                 if needs_policy:
@@ -398,22 +414,40 @@ class Learner:
             )
             samples = [sample for sample in samples if sample.is_scored]
 
-        sample_lists = self._cut_micro_batches(samples)
-        micro_batches_on_device = map(self._collate_on_device, sample_lists)
-        micro_batch = next(micro_batches_on_device, None)
-        for part_samples in sample_lists:
-            assert micro_batch is not None
+        collated_micro_batches = self._collated_micro_batches(samples)
+        collated = next(collated_micro_batches, None)
+        while collated is not None:
+            part_samples, micro_batch = collated
             trained = train_micro_batch(part_samples, micro_batch)
 
             # The GPU computes the backward meanwhile; counting reads from the GPU and waits for it.
-            micro_batch = next(micro_batches_on_device, None)
+            collated = next(collated_micro_batches, None)
             self._count_micro_batch(trained, tally)
             if self.reference is not None:
                 self.reference.release()
             self.after_micro_batch()
 
-    def _cut_micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
-        """Cut this rank's samples under the token budget, padded to the same count on all ranks."""
+    def _collated_micro_batches(
+        self, samples: Sequence[TrainingSample]
+    ) -> Iterator[tuple[list[TrainingSample], MicroBatch]]:
+        """Yield this rank's samples in micro-batches under the token budget, as many as on the other ranks,
+        with each micro-batch on the device. The images of the next micro-batch are read meanwhile."""
+        sample_lists = self._cut_samples(samples)
+        own_work = len(sample_lists), contains_images(_all_sequences(samples))
+        work_by_rank = self.world.gather(own_work, tuple[int, bool])
+        most_lists = max(count for count, _ in work_by_rank)
+        sample_lists += [[] for _ in range(most_lists - len(sample_lists))]
+        # With images on one rank, all ranks run the models' towers.
+        image_pixels = self.image_pixels if any(has_images for _, has_images in work_by_rank) else None
+
+        for index, part_samples in enumerate(sample_lists):
+            if image_pixels is not None:
+                soon_read = chain.from_iterable(sample_lists[index : index + 2])
+                image_pixels.prefetch(digests_in(_all_sequences(soon_read)))
+            yield part_samples, self._collate_on_device(part_samples, image_pixels)
+
+    def _cut_samples(self, samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
+        """Cut this rank's samples under the token budget."""
         first_sequences: dict[str, np.ndarray] = {}  # by key, the sequence whose prefix others may share
         pieces = []
         for sample in samples:
@@ -436,22 +470,24 @@ class Learner:
             )
 
         index_lists = micro_batches(pieces, self.token_budget, padded=self.packing == "padded")
-        sample_lists = [[samples[index] for index in indices] for indices in index_lists]
-        missing = max(self.world.gather(len(sample_lists), int)) - len(sample_lists)
+        return [[samples[index] for index in indices] for indices in index_lists]
 
-        return sample_lists + [[] for _ in range(missing)]
-
-    def _collate_on_device(self, samples: Sequence[TrainingSample]) -> MicroBatch:
-        micro_batch = collate(samples, self.dtype, self.packing)
+    def _collate_on_device(
+        self, samples: Sequence[TrainingSample], image_pixels: ImagePixels | None
+    ) -> MicroBatch:
+        micro_batch = collate(samples, self.dtype, self.packing, image_pixels)
         # From here on the micro-batch takes the device's memory.
         self.micro_batch_size = (micro_batch.selected.ids.numel(), len(samples))
         return micro_batch.to(self.world.device)
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Scores, Tensor | None]:
         """Return the policy's scores of a micro-batch and the critic's values [N], both with gradient."""
-        self._computed_tokens += micro_batch.selected.ids.numel()
+        selected = micro_batch.selected
+        self._computed_tokens += selected.ids.numel()
         self._computed_flops += self._flop_count.total_flops(
-            micro_batch.selected.host_positions, len(micro_batch.selected.labels)
+            selected.host_positions,
+            len(selected.labels),
+            patches=0 if selected.images is None else len(selected.images.pixels.pixel_values),
         )
 
         teacher = None
@@ -617,3 +653,8 @@ class Learner:
 
     def _learning_rate(self) -> float:
         return learning_rate(self.config.trainer, self.step, self.config.total_steps)
+
+
+def _all_sequences(samples: Iterable[TrainingSample]) -> list[np.ndarray]:
+    """Return the sequences of samples, also those behind a teacher's prompts."""
+    return [sequence for sample in samples for sequence in (*sample.sequences, *sample.teacher_sequences)]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -32,7 +32,14 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.errors import ConfigError
-from asyncrl.model_class import ModelRole, auto_class_of, freeze_parts, frozen_parts, read_config
+from asyncrl.model_class import (
+    ModelRole,
+    auto_class_of,
+    freeze_parts,
+    frozen_parts,
+    parts_beside_text,
+    read_config,
+)
 from asyncrl.shrunk import attention_arguments
 from asyncrl.trainer.footprint import LAYER_MIN_PARAMETERS
 from asyncrl.trainer.layers import layers_of
@@ -50,7 +57,7 @@ class WeightsSource:
     """Holds a model without weights (on the meta device; its buffers are real), whose frozen parts do not
     train, and the file slices that each rank reads: the file of each piece. If `file_of_piece` is empty,
     `filled_model` has the weights on rank 0. `file_tensors`: the tensors of the files, by name.
-    `error_label`: key and path, for errors."""
+    `error_label`: key and path, for errors. `parts_beside_text`: see the function."""
 
     model: PreTrainedModel
     file_of_piece: dict[FilePiece, str]
@@ -58,17 +65,21 @@ class WeightsSource:
     dtype: str
     file_tensors: dict[str, StoredTensor]
     error_label: str
+    parts_beside_text: tuple[str, ...]
 
 
-def read_model(role: ModelRole, path: str, dtype: str, world: World, key: str) -> WeightsSource:
-    """Read a directory for a role. ConfigError names the key of the path."""
+def read_model(
+    role: ModelRole, path: str, dtype: str, world: World, key: str, *, train_vision: bool = False
+) -> WeightsSource:
+    """Read a directory for a role. `train_vision`: the parts beside the text part train, too. ConfigError
+    names the key of the path."""
     transformers_logging.disable_progress_bar()  # ranks share a terminal with a live view
 
     with ConfigError.instead_of(
         OSError, ValueError, SafetensorError, text=f"{key} {path!r}: cannot be loaded"
     ):
         model = model_without_weights(role, path, dtype)
-        freeze_parts(model)
+        freeze_parts(model, frozen_parts(model, train_vision=train_vision))
         file_tensors = stored_tensors(path)
         file_of_piece = locate_tensors(model, path, file_tensors)
 
@@ -96,6 +107,7 @@ def read_model(role: ModelRole, path: str, dtype: str, world: World, key: str) -
         dtype,
         file_tensors=file_tensors,
         error_label=f"{key} {path}",
+        parts_beside_text=parts_beside_text(model),
     )
 
 
@@ -140,7 +152,7 @@ def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offl
     memory, and go to the device during a forward.
     """
     cast_parameters(root, source.dtype)
-    shard_empty(root, source.model, source.dtype, world, offload=offload)
+    shard_empty(root, source.model, source.dtype, world, source.parts_beside_text, offload=offload)
 
     frozen = any(not parameter.requires_grad for parameter in source.model.parameters())
     file_dtypes = {tensor.dtype for tensor in source.file_tensors.values()}
@@ -175,21 +187,29 @@ def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offl
 
 
 def shard_empty(
-    root: nn.Module, model: PreTrainedModel, dtype: str, world: World, *, offload: bool = False
+    root: nn.Module,
+    model: PreTrainedModel,
+    dtype: str,
+    world: World,
+    separate_parts: Sequence[str],
+    *,
+    offload: bool = False,
 ) -> None:
     """Shard `root`, which holds `model`, and allocate the shards without values. Parameters are DTensors
-    afterwards, on every device."""
+    afterwards, on every device. `separate_parts`: names of parts that a forward of text does not run; these
+    are groups of their own, which are gathered for images only."""
     pin_memory = world.device.type == "cuda"
     offload_policy = CPUOffloadPolicy(pin_memory=pin_memory) if offload else OffloadPolicy()
     mixed_precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype == "bfloat16":
         mixed_precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
-    # Parts that a forward of text does not run are groups of their own, which are never gathered.
-    for part_name in frozen_parts(model):
-        part = model.get_submodule(part_name) if part_name in dict(model.named_modules()) else None
-        if part is not None and not any(parameter.requires_grad for parameter in part.parameters()):
-            fully_shard(part, mesh=world.mesh, mp_policy=mixed_precision, offload_policy=offload_policy)
+    modules = dict(model.named_modules())
+    for part_name in separate_parts:
+        if part_name in modules:  # a part may be a parameter alone
+            fully_shard(
+                modules[part_name], mesh=world.mesh, mp_policy=mixed_precision, offload_policy=offload_policy
+            )
 
     if sum(parameter.numel() for parameter in root.parameters()) >= LAYER_MIN_PARAMETERS:
         for layer in layers_of(model):

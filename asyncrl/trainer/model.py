@@ -1,7 +1,8 @@
 """The models of a trainer rank: the policy in training, a reference policy and a critic.
 
 The policy is a language model of Hugging Face under FSDP2 that scores sampled tokens. Of a composite model
-the text part trains; towers and projectors are loaded, frozen and not run.
+the text part trains; towers and projectors are loaded, run for images alone, and frozen without
+model.train_vision.
 
 Files and published weights carry the names of Hugging Face's files (weights/names.py). With dtype bfloat16
 the weights in training and the gradient reduction are float32, forward and backward bfloat16: plain bfloat16
@@ -28,6 +29,7 @@ from asyncrl.config import ModelConfig, Packing, RunConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.model_class import frozen_parts, is_within
 from asyncrl.shrunk import cached_findings
+from asyncrl.trainer.attention import text_attention
 from asyncrl.trainer.forced_routes import ForcedRoutes
 from asyncrl.trainer.gradient_check import cached_gradient_check, check_gradients, sharing_problem
 from asyncrl.trainer.layers import prepare_layers
@@ -58,7 +60,7 @@ class Policy(nn.Module):
 
     `file_tensors`: the tensors of the files that the model comes from, whose names published weights have.
     `kept_names`: those of them that training leaves as they are.
-    `published`: the weights of the text part as engines know them, without adapters.
+    `published`: the weights that train as engines know them, without adapters.
     `buffer_pieces`: its persistent buffers, published unchanged. `runs_whole`: all logits are computed at
     once, not in chunks, for a model that cannot be split at its output layer. `sequence_ranks`: the ranks
     that compute a packed micro-batch together.
@@ -78,20 +80,21 @@ class Policy(nn.Module):
         self.sequence_ranks = sequence_ranks
         self.export_dtype = getattr(torch, config.dtype)
         self.file_tensors = file_tensors
-        self.kept_names = sort_tensors(lm, file_tensors, model_names(lm, file_tensors)).kept_names
+        frozen_names = frozen_parts(lm, train_vision=config.train_vision)
+        names_in_model = model_names(lm, file_tensors)
+        self.kept_names = sort_tensors(lm, file_tensors, names_in_model, frozen_names).kept_names
         self.vocabulary: int = lm.config.get_text_config().vocab_size  # token ids are below it
         buffers = saved_buffers(lm)
-        frozen_names = frozen_parts(lm)
-        text_tensors = {
+        trained_tensors = {
             name: tensor
             for name, tensor in (dict(lm.named_parameters()) | buffers).items()
             if not is_within(name, frozen_names)
         }
-        text_pieces = checkpoint_pieces(lm, text_tensors, file_tensors)
-        self.published = tuple(piece for piece in text_pieces if piece.parameter not in buffers)
-        self.buffer_pieces = tuple(piece for piece in text_pieces if piece.parameter in buffers)
+        pieces = checkpoint_pieces(lm, trained_tensors, file_tensors)
+        self.published = tuple(piece for piece in pieces if piece.parameter not in buffers)
+        self.buffer_pieces = tuple(piece for piece in pieces if piece.parameter in buffers)
         self.packing: Packing = "padded"  # how sequences must be laid out
-        self.attention = lm.config._attn_implementation  # attention of padded sequences
+        self.attention = text_attention(lm)  # attention of padded sequences
         self.forced_routes: ForcedRoutes | None = None  # replays the servers' routes in the routers
         self.adapters: Adapters | None = None
         if adapters is None and config.lora_rank:
@@ -183,7 +186,9 @@ def load_policy(
     train. `offload`: the shards are kept in main memory. Raises ConfigError, naming `key`, when the directory
     holds no language model.
     """
-    source = read_model("language model", config.path, config.dtype, world, key)
+    source = read_model(
+        "language model", config.path, config.dtype, world, key, train_vision=config.train_vision
+    )
     if frozen:
         source.model.requires_grad_(False)
 

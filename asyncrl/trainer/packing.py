@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.config import Packing
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.attention import use_forest_attention
+from asyncrl.trainer.attention import set_text_attention, text_attention, use_forest_attention
 from asyncrl.trainer.gradient_check import cached_gradient_check, sharing_problem, transformer_of
 from asyncrl.trainer.model import Policy, shared_architecture_problems
 from asyncrl.trainer.world import World
@@ -82,12 +82,12 @@ def padded_meanwhile(policy: Policy) -> Iterator[None]:
     """Score padded sequences with the model's own attention inside the context."""
     model = policy.lm
     packing = policy.packing
-    attention_name = model.config._attn_implementation
+    attention_name = text_attention(model)
     policy.packing = "padded"
-    model.set_attn_implementation(policy.attention)
+    set_text_attention(model, policy.attention)
 
     try:
         yield
     finally:
         policy.packing = packing
-        model.set_attn_implementation(attention_name)
+        set_text_attention(model, attention_name)

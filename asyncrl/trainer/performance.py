@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from asyncrl.model_class import is_within, parts_beside_text
 from asyncrl.observe.metrics import PHASES
 
 # One backward serves policy and critic, and counts as update_actor; update_critic is the critic's optimizer.
@@ -36,12 +37,14 @@ class AttentionCost(NamedTuple):
 
 class FlopCount(NamedTuple):
     """Counts floating point operations of the policy's matrix products in a forward and backward: `body` per
-    computed token, `head` per scored token, `attention` for pairs of tokens. Recomputation by activation
-    checkpointing is left out, and so are the state updates of linear attention."""
+    computed token, `head` per scored token, `attention` for pairs of tokens, `patch` per patch of an image.
+    Recomputation by activation checkpointing is left out, and so are the state updates of linear attention
+    and the attention among patches."""
 
     body: float
     head: float
     attention: tuple[AttentionCost, ...] = ()
+    patch: float = 0.0
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> FlopCount:
@@ -57,21 +60,34 @@ class FlopCount(NamedTuple):
             config, "top_k_experts", None
         )
         expert_fraction = chosen_experts / expert_count if chosen_experts and expert_count else 1.0
-        body = sum(
-            _weight_flops(weight) * (expert_fraction if weight.ndim == 3 or ".experts." in name else 1.0)
+        matrices = {
+            name: weight
             for name, weight in model.named_parameters()
             if weight.ndim > 1 and id(weight) not in uncounted
+        }
+        tower_parts = parts_beside_text(model)
+        tower_names = {name for name in matrices if is_within(name, tower_parts)}
+        body = sum(
+            _weight_flops(weight) * (expert_fraction if weight.ndim == 3 or ".experts." in name else 1.0)
+            for name, weight in matrices.items()
+            if name not in tower_names
+        )
+        # A frozen tower has no backward. The projector counts for each patch, not for each merged patch.
+        patch = sum(
+            (6 if matrices[name].requires_grad else 2) * matrices[name].numel() for name in tower_names
         )
 
-        return cls(body, _weight_flops(head), _attention_costs(config))
+        return cls(body, _weight_flops(head), _attention_costs(config), patch)
 
-    def total_flops(self, positions: np.ndarray, scored_tokens: int) -> float:
+    def total_flops(self, positions: np.ndarray, scored_tokens: int, patches: int = 0) -> float:
         """Return the operations for tokens at these `positions` of their sequences, each of which sees all
-        earlier tokens and itself, and for `scored_tokens` at the output layer."""
+        earlier tokens and itself, for `scored_tokens` at the output layer, and for the `patches` of
+        images."""
         attention_flops = (
             cost.flops * np.minimum(positions + 1, cost.reach).sum() for cost in self.attention
         )
-        return float(self.body * positions.size + self.head * scored_tokens + sum(attention_flops))
+        token_flops = self.body * positions.size + self.head * scored_tokens + self.patch * patches
+        return float(token_flops + sum(attention_flops))
 
 
 def _weight_flops(weight: torch.Tensor) -> int:

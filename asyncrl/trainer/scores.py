@@ -22,7 +22,16 @@ from transformers import PreTrainedModel
 from asyncrl.config import Packing
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.attention import ForestAttention, compiled_once
-from asyncrl.trainer.forced_routes import UNKNOWN_EXPERT
+from asyncrl.trainer.forced_routes import NO_ROUTES, UNKNOWN_EXPERT
+from asyncrl.trainer.images import (
+    ImageInputs,
+    ImagePixels,
+    contains_images,
+    dummy_sequence,
+    ids_for_model,
+    lay_out_images,
+    with_numbered_images,
+)
 from asyncrl.trainer.prefix_tree import plant_forest
 from asyncrl.trainer.staging import moved_to_device, to_device
 from asyncrl.trainer.teacher import Teacher, TeacherScores, distances
@@ -60,7 +69,8 @@ class Selected:
     `ids` is a separate sequence, padded on the right. `routes` [B * T, ·]: the experts of every token, by the
     first sequence for a shared prefix; -1: unknown. `ranks`: the ranks that compute a part of the sequence
     each. `adapter_indices` [B, T]: the tokens' adapters (Adapters.select_adapters); sequences of different
-    adapters share nothing. `teacher_scores`: by a teacher on servers.
+    adapters share nothing. `teacher_scores`: by a teacher on servers. `images`: what the model reads beside
+    the ids; None for text alone.
     """
 
     ids: Tensor
@@ -73,6 +83,7 @@ class Selected:
     ranks: SequenceRanks | None = None
     adapter_indices: Tensor | None = None
     teacher_scores: TeacherScores | None = None
+    images: ImageInputs | None = None
 
     @classmethod
     def lay_out(
@@ -84,9 +95,19 @@ class Selected:
         packing: Packing = "padded",
         routes: Sequence[np.ndarray] = (),
         adapters: Sequence[int] = (),
+        image_pixels: ImagePixels | None = None,
     ) -> Selected:
         """Select the tokens sequences[sequence_of[i]][position[i]], and lay out the sequences by `packing`.
-        `routes`: of the first tokens of each sequence; `adapters`: the adapter of each sequence; or empty."""
+        `routes`: of the first tokens of each sequence; `adapters`: the adapter of each sequence; or empty.
+        `image_pixels`: of a step with images; a layout without images then gets a dummy image."""
+        if image_pixels is not None and not contains_images(sequences):
+            sequences = [*sequences, dummy_sequence()]
+            routes = [*routes, NO_ROUTES] if routes else routes
+            adapters = [*adapters, adapters[0]] if adapters else adapters
+
+        plain_sequences = sequences
+        if image_pixels is not None:
+            sequences = with_numbered_images(sequences)
         if adapters:  # above the ids
             sequences = [
                 sequence + (np.int64(adapter) << ADAPTER_BITS)
@@ -114,16 +135,23 @@ class Selected:
         # Where the tokens, and the tokens in front of them, lie among the flattened ids.
         token_order = np.concatenate(offsets)
         order_index = np.cumsum([0, *map(len, sequences[:-1])])[sequence_of] + position
+        labels = ids.flatten()[token_order[order_index]]
+
+        images = None
+        if image_pixels is not None:
+            images = lay_out_images(plain_sequences, offsets, ids.shape, image_pixels)
+            ids = ids_for_model(ids, image_pixels.layout)
 
         return cls(
             ids,
-            ids.flatten()[token_order[order_index]],
+            labels,
             token_order[order_index - 1],
             temperature,
             positions,
             attention,
             _laid_out_routes(routes, offsets, ids.numel()),
             adapter_indices=adapter_indices,
+            images=images,
         )
 
     def to(self, device: torch.device) -> Selected:
@@ -137,6 +165,7 @@ class Selected:
         return replace(
             self,
             teacher_scores=self.teacher_scores and TeacherScores(*map(convert, self.teacher_scores)),
+            images=self.images and self.images.with_tensors(convert),
             forest=self.forest and self.forest.to(device),
             **tensors,
         )
@@ -152,10 +181,11 @@ class Selected:
     @property
     def inputs(self) -> dict[str, Any]:
         """Return the arguments of the model's forward."""
+        image_arguments = {} if self.images is None else self.images.arguments
         if self.forest is None:
-            return {"input_ids": self.ids, "use_cache": False}
+            return {"input_ids": self.ids, "use_cache": False, **image_arguments}
         no_mask = self.ids.new_zeros(1, 1, 1, 1)  # four dimensions: transformers then builds no T x T mask
-        return {
+        text_arguments = {
             "input_ids": self.ids,
             "position_ids": self.positions,
             "attention_mask": no_mask,
@@ -164,6 +194,7 @@ class Selected:
             "ranks": self.ranks,
             "seq_idx": self.forest,  # LFM2 hands its convolutions no other argument
         }
+        return text_arguments | image_arguments
 
     def predictors(self, hidden: Tensor) -> Tensor:
         """Select the hidden states [B, T, H] that predict the tokens: [N, H]."""
@@ -327,6 +358,7 @@ def in_parts(
 def _rank_part(tokens: Selected, own_tokens: np.ndarray, sequence_ranks: SequenceRanks) -> Selected:
     """Return this rank's part of a sequence, padded with id 0, and the selected tokens that it predicts."""
     assert tokens.positions is not None, "packed rows have positions"
+    assert tokens.images is None, "refused by image_checks.py"
     token_count = tokens.ids.numel()
     width = sequence_ranks.width(token_count)
     start = sequence_ranks.index * width

@@ -156,7 +156,7 @@ def place_images(ids: Sequence[int], images: Sequence[ImageRef], layout: ImageLa
     if placeholder_count != len(images):
         raise ConfigError(
             f"the chat template writes {placeholder_count} image placeholders for {len(images)} images; "
-            "remove image tokens from the text, or use a template that writes images in messages of all roles"
+            "remove image tokens from the text, or use a template that writes the images of all messages"
         )
     if not images:
         return tuple(ids)
@@ -192,7 +192,7 @@ def read_image_layout(model_directory: str) -> ImageLayout:
             f"of {', '.join(GRID_MODELS)}, or remove the images from the data"
         )
 
-    processor = _read_processor(directory)
+    processor = read_processor(directory)
     processor_name = str(processor.get("image_processor_type", "Qwen2VLImageProcessor")).removesuffix("Fast")
     if processor_name not in SCALINGS:
         raise ConfigError(
@@ -225,7 +225,7 @@ def read_image_layout(model_directory: str) -> ImageLayout:
     return msgspec.structs.replace(layout, min_pixels=max(layout.min_pixels, smallest_run))
 
 
-def _read_processor(directory: Path) -> dict[str, Any]:
+def read_processor(directory: Path) -> dict[str, Any]:
     """Return the settings of the image processor. ConfigError without any."""
     preprocessor_path = directory / "preprocessor_config.json"
     if preprocessor_path.is_file():

@@ -194,16 +194,19 @@ def compare_checkpoint(path: str, label: str, role: ModelRole) -> CheckpointMatc
     return match
 
 
-def trained_shapes(path: str) -> dict[str, Shape]:
+def trained_shapes(path: str, *, train_vision: bool = False) -> dict[str, Shape]:
     """Return the shape of each tensor that trains, by its name in the files: of all tensors where
     transformers cannot build the model, which the checks before the start report."""
-    return language_match(path).parts.trained
+    parts = language_match(path).parts
+    if not train_vision:
+        return parts.trained
+    return parts.trained | {name: shape for part in parts.frozen.values() for name, shape in part.items()}
 
 
-def frozen_shapes(path: str) -> dict[str, dict[str, Shape]]:
+def frozen_shapes(path: str, *, train_vision: bool = False) -> dict[str, dict[str, Shape]]:
     """Return the shapes of the tensors of each frozen part, by the part's name in the model and the names in
     the files; {} for a model that trains whole."""
-    return language_match(path).parts.frozen
+    return {} if train_vision else language_match(path).parts.frozen
 
 
 def language_match(path: str) -> CheckpointMatch:
@@ -334,7 +337,7 @@ def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTe
         for name, in_files, in_model in sorted(info["mismatched_keys"])
     ]
 
-    parts = sort_tensors(model, tensors, renamed)
+    parts = sort_tensors(model, tensors, renamed, frozen_parts(model))
     if role == "backbone":
         passed_on = {name: shape for name, shape in parts.passed_on.items() if not _HEAD.match(name)}
         parts = msgspec.structs.replace(parts, passed_on=passed_on)

@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from asyncrl.model_class import frozen_parts, is_within
+from asyncrl.model_class import is_within
 from asyncrl.weights.model_files import StoredTensor, TensorsByPart
 
 
@@ -172,18 +172,20 @@ def checkpoint_pieces(
 
 
 def sort_tensors(
-    model: PreTrainedModel, file_tensors: Mapping[str, StoredTensor], renamed: Mapping[str, str]
+    model: PreTrainedModel,
+    file_tensors: Mapping[str, StoredTensor],
+    renamed: Mapping[str, str],
+    frozen_part_names: tuple[str, ...],
 ) -> TensorsByPart:
     """Sort the tensors in files by the parts of the model. `renamed`: see `model_names`."""
     state = model.state_dict()
-    part_names = frozen_parts(model)
     tied_names = model.all_tied_weights_keys  # by the name of the tensor that holds their values
     names_in_model = {*renamed.values()}
     parts = TensorsByPart({}, {}, {})
 
     for file_name, model_name in sorted(renamed.items()):
         shape = file_tensors[file_name].shape
-        frozen_part = next((part for part in part_names if is_within(model_name, (part,))), None)
+        frozen_part = next((part for part in frozen_part_names if is_within(model_name, (part,))), None)
         if model_name not in state and file_name not in state:
             parts.passed_on[file_name] = shape
         elif frozen_part is not None:

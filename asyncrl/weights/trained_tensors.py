@@ -1,7 +1,7 @@
 """The tensors of a model directory that train, and the linear layers among them that adapters adapt.
 
 Numbers of parameters, of memory and of published bytes are those of these tensors: towers for pictures are
-frozen, and layers for drafts are not read.
+frozen without `model.train_vision`, and layers for drafts are not read.
 
 Adapters adapt kinds of layers, such as `q_proj`: the last part of a layer's name. The launcher decides on the
 kinds, once (`resolve_lora_modules` in launch/models.py); from then on `model.lora_modules` holds them for all
@@ -17,14 +17,15 @@ from asyncrl.weights.checkpoint_match import frozen_shapes, language_match, trai
 from asyncrl.weights.model_files import DTYPE_BYTES, Shape
 
 
-def parameter_count(path: str) -> int:
+def parameter_count(path: str, *, train_vision: bool = False) -> int:
     """Count the parameters that train, shared parameters once; 0 without files of weights."""
-    return sum(map(prod, trained_shapes(path).values()))
+    return sum(map(prod, trained_shapes(path, train_vision=train_vision).values()))
 
 
-def frozen_counts(path: str) -> dict[str, int]:
+def frozen_counts(path: str, *, train_vision: bool = False) -> dict[str, int]:
     """Return the number of parameters of each frozen part, by the part's name in the model."""
-    return {part: sum(map(prod, shapes.values())) for part, shapes in frozen_shapes(path).items()}
+    frozen = frozen_shapes(path, train_vision=train_vision)
+    return {part: sum(map(prod, shapes.values())) for part, shapes in frozen.items()}
 
 
 def linear_kinds(path: str) -> dict[str, str]:
@@ -61,5 +62,8 @@ def adapter_count(config: RunConfig) -> int:
 
 def published_bytes(config: RunConfig) -> int:
     """Return the bytes of a version."""
-    parameters = adapter_count(config) if config.adapters_apart else parameter_count(config.model.path)
-    return parameters * DTYPE_BYTES[config.model.dtype]
+    model = config.model
+    parameters = parameter_count(model.path, train_vision=model.train_vision)
+    if config.adapters_apart:
+        parameters = adapter_count(config)
+    return parameters * DTYPE_BYTES[model.dtype]

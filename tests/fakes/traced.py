@@ -224,7 +224,7 @@ def _policy(config: RunConfig, path: str, world: World, depth: int, *, trained: 
 def _shard(root: nn.Module, model: PreTrainedModel, config: RunConfig, world: World) -> None:
     with unset_fake_temporarily():  # the parameters are on the meta device, none is fake
         cast_parameters(root, config.model.dtype)
-    shard_empty(root, model, config.model.dtype, world)
+    shard_empty(root, model, config.model.dtype, world, separate_parts=())
 
 
 def _skeleton(role: ModelRole, path: str, config: RunConfig, depth: int) -> PreTrainedModel:

@@ -133,7 +133,9 @@ async def test_a_family_is_served_as_transformers_computes_it(
     client = SGLangClient(ServerApi(server.url), sglang_config(1024), VOCABULARY_SIZE, salt=family)
     writer = VersionWriter(tmp_path / "versions", BUCKET_BYTES, full_every=2)
     tied = bool(AutoConfig.from_pretrained(model).get_text_config().tie_word_embeddings)
-    model_shapes = shapes_of(str(model), tied)  # the check before a push, without MTP layers and towers
+    model_shapes = shapes_of(
+        str(model), tied=tied, train_vision=False
+    )  # the check before a push, without MTP layers and towers
     cache = tmp_path / "cache"
     loading = loader_of(ServerApi(server.url), config, cache, model_shapes=model_shapes)
     async with in_use(client), in_use(loading) as loader:

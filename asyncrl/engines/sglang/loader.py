@@ -239,11 +239,11 @@ class Shapes:
         return "; ".join(part for part in parts if part)
 
 
-def shapes_of(path: str, tied: bool) -> Shapes | None:
+def shapes_of(path: str, *, tied: bool, train_vision: bool) -> Shapes | None:
     """Read the tensors of a model directory that train from the headers of its files: the names that SGLang
     reads, and so the names of a version. None without such files. `tied`: input and output embedding are one
-    tensor. Raises ConfigError."""
-    shapes = trained_shapes(path)
+    tensor. `train_vision`: see `model.train_vision`. Raises ConfigError."""
+    shapes = trained_shapes(path, train_vision=train_vision)
     optional = {name for name in shapes if name.endswith(COMPUTED_BUFFERS)} | (
         {"lm_head.weight"} if tied else set()
     )

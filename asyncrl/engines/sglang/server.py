@@ -133,7 +133,9 @@ def build_loader(config: RunConfig, index: int, server: Attached, attachment: st
         return AdapterLoader(api, config, cache, attachment, has_base)
 
     model_shapes = shapes_of(
-        model_path, bool(_model_config(model_path).get_text_config().tie_word_embeddings)
+        model_path,
+        tied=bool(_model_config(model_path).get_text_config().tie_word_embeddings),
+        train_vision=config.model.train_vision,
     )
     receiver = Receiver(api, index, server.info.tp_size)
     weights = structs.replace(config.weights, mode=config.update_mode)

@@ -44,11 +44,11 @@ def test_a_tied_embedding_may_be_left_out_but_not_have_another_shape() -> None:
 
 
 def test_buffers_in_the_files_of_older_models_are_not_missed(tmp_path: Path) -> None:
-    assert shapes_of(str(tmp_path), tied=False) is None
+    assert shapes_of(str(tmp_path), tied=False, train_vision=False) is None
     save_file(
         {"a": torch.zeros(2), "layers.0.rotary_emb.inv_freq": torch.zeros(4)}, tmp_path / "model.safetensors"
     )
-    shapes = shapes_of(str(tmp_path), tied=False)
+    shapes = shapes_of(str(tmp_path), tied=False, train_vision=False)
     assert shapes is not None and shapes.describe_differences((TensorSpec("a", (2,), "float32"),)) == ""
 
 
@@ -60,7 +60,7 @@ def test_shapes_come_from_all_files_of_a_model(tmp_path: Path) -> None:
     names = {"a.weight": "model-1", "b.weight": "model-2", "lm_head.weight": "model-2"}
     files = {name: f"{file}.safetensors" for name, file in names.items()}
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": files}))
-    assert shapes_of(str(tmp_path), tied=False) == Shapes(OWN)
+    assert shapes_of(str(tmp_path), tied=False, train_vision=False) == Shapes(OWN)
     (tmp_path / "model-2.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match="not readable as safetensors"):
-        shapes_of(str(tmp_path), tied=False)
+        shapes_of(str(tmp_path), tied=False, train_vision=False)

@@ -105,9 +105,9 @@ def train(budget: int, sections: dict[str, Any], world: World, folder: Path) -> 
     sizes: list[int] = []
     collate = learner._collate_on_device
 
-    def noted(examples: Any) -> Any:
+    def noted(examples: Any, *images: Any) -> Any:
         sizes.append(len(examples))
-        return collate(examples)
+        return collate(examples, *images)
 
     learner._collate_on_device = noted  # type: ignore[method-assign]
     metrics = run_batch(learner, random_cut(batch_of(folder), world.size, 3, seed=0))

@@ -1,0 +1,494 @@
+"""The trainer reads images: each layout computes what transformers computes for single sequences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.aggregation import aggregations
+from asyncrl.config import ModelConfig, Packing
+from asyncrl.engines.torch.engine import replace_weights
+from asyncrl.errors import ConfigError, ProtocolError
+from asyncrl.model_class import auto_class_of, read_config
+from asyncrl.store.checkpoints import CheckpointManifest
+from asyncrl.trainer import images
+from asyncrl.trainer.attention import use_forest_attention
+from asyncrl.trainer.batch import collate, training_sample
+from asyncrl.trainer.image_checks import require_trainable_images
+from asyncrl.trainer.images import ImagePixels, digests_of
+from asyncrl.trainer.model import Policy, load_policy
+from asyncrl.trainer.performance import FlopCount
+from asyncrl.trainer.scores import Selected
+from asyncrl.trainer.world import World
+from asyncrl.types import EpisodeResult, Generation, StopReason, Turn, VersionSpan
+from asyncrl.vision.files import StoredImage, prepare_decoded
+from asyncrl.vision.image_ids import FIRST_IMAGE_ID, find_runs, image_ids, with_placeholders
+from asyncrl.vision.layout import ImageLayout, read_image_layout
+from asyncrl.vision.pixels import PixelReader, Pixels
+from asyncrl.weights.checkpoint_match import trained_shapes
+from asyncrl.weights.model_files import stored_tensors
+from asyncrl.weights.names import checkpoint_pieces
+from tests.fakes.ranks import run_ranks
+from tests.fakes.tiny_families import DEMO_MODEL, NORMALIZED, build_family
+from tests.fakes.training import (
+    Episode,
+    difference,
+    export,
+    final_gradients,
+    load_checkpoint,
+    make_learner,
+    make_row,
+    run_batch,
+    save_checkpoint,
+    stored,
+    tiny_config,
+)
+
+pytestmark = pytest.mark.slow
+
+FAMILIES = ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.full)]
+FAMILIES += [pytest.param("glm4v", marks=pytest.mark.full)]
+TOWER_WEIGHT = "model.visual.patch_embed.proj.weight"
+LAYOUTS: tuple[Packing, ...] = ("padded", "packed", "tree")
+GLM_PREPROCESSOR = NORMALIZED | {
+    "size": {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 280 * 280},
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_processor_type": "Glm4vImageProcessor",
+}
+
+
+def build_vision_model(family: str, directory: Path) -> str:
+    build_family(family, directory)
+    if family == "glm4v":
+        (directory / "preprocessor_config.json").write_text(json.dumps(GLM_PREPROCESSOR))
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def model_paths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    directory = tmp_path_factory.mktemp("vision")
+
+    @cache
+    def path_of(family: str) -> str:
+        return build_vision_model(family, directory / family)
+
+    return path_of
+
+
+def noise_image(layout: ImageLayout, rows: int, columns: int, seed: int) -> StoredImage:
+    """Return an image of random pixels with this many merged patches."""
+    shape = (rows * layout.factor, columns * layout.factor, 3)
+    pixels = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    return prepare_decoded(PIL.Image.fromarray(pixels), layout)
+
+
+class Conversations:
+    """Sequences with images of one layout. `image_pixels` has the files of all of them."""
+
+    def __init__(self, path: str) -> None:
+        self.layout = read_image_layout(path)
+        self.image_pixels = ImagePixels(path, self.layout)
+        wide, tall, other_wide = (
+            noise_image(self.layout, rows, columns, seed)
+            for seed, (rows, columns) in enumerate([(2, 3), (4, 2), (2, 3)])
+        )
+        self.files = {image.ref.digest: image.file for image in (wide, tall, other_wide)}
+        self.image_pixels.add_files(self.files)
+
+        question = list(range(40, 60))
+        self.sequences = [
+            self._row([5, wide, 6, *question], [30, 31], [7, tall, 8], [41, self.layout.placeholder]),
+            self._row([5, wide, 6, *question], [50, 51, 52]),
+            self._row([5, *question], [60, 61]),
+            self._row([5, other_wide, 6, *question], [50, 51, 52]),
+            self._row([9, tall, 6, wide, 70], [71, 72]),
+        ]
+
+    def _row(self, *parts: Sequence[int | StoredImage]) -> np.ndarray:
+        """Return a sequence; an image becomes its run of ids."""
+        ids: list[int] = []
+        for item in (item for part in parts for item in part):
+            if isinstance(item, StoredImage):
+                run_length = self.layout.run_length(item.ref.height, item.ref.width)
+                ids += image_ids(item.ref.digest, run_length)
+            else:
+                ids.append(item)
+        return np.array(ids, dtype=np.int32)
+
+    def select(
+        self,
+        packing: Packing,
+        sequences: Sequence[np.ndarray] | None = None,
+        *,
+        in_step_with_images: bool = True,
+    ) -> Selected:
+        """Select all tokens but those of images and the first of each sequence."""
+        sequences = self.sequences if sequences is None else sequences
+        positions = [1 + np.flatnonzero(sequence[1:] < FIRST_IMAGE_ID) for sequence in sequences]
+        sequence_of = np.repeat(np.arange(len(sequences)), [len(position) for position in positions])
+        temperature = torch.ones(len(sequence_of), dtype=torch.float64)
+        return Selected.lay_out(
+            sequences,
+            sequence_of,
+            np.concatenate(positions),
+            temperature,
+            packing,
+            image_pixels=self.image_pixels if in_step_with_images else None,
+        )
+
+
+def plain_model(path: str, dtype: torch.dtype) -> Any:
+    return auto_class_of(read_config(path)).from_pretrained(path, dtype=dtype).eval()
+
+
+def plain_logprobs(model: Any, path: str, conversations: Conversations) -> list[Tensor]:
+    """Return the log-probs of the selected tokens of each sequence, by a forward of transformers alone."""
+    reader = PixelReader(path)
+    logprobs = []
+    for sequence in conversations.sequences:
+        context = sequence[:-1]
+        is_image = context >= FIRST_IMAGE_ID
+        ids = torch.from_numpy(with_placeholders(context, conversations.layout.placeholder)).long()[None]
+        images = [reader.read(conversations.files[run.digest]) for run in find_runs(context)]
+        image_arguments = {}
+        if images:
+            pixels = Pixels.concatenate(images)
+            image_arguments = {"pixel_values": pixels.pixel_values, "image_grid_thw": pixels.grids}
+        token_types = torch.from_numpy(is_image.astype(np.int32))[None]
+        logits = model(input_ids=ids, mm_token_type_ids=token_types, **image_arguments).logits[0]
+        labels = torch.from_numpy(sequence[1:]).long()
+        is_text = labels < FIRST_IMAGE_ID
+        table = logits.log_softmax(-1)[is_text]
+        logprobs.append(table.gather(1, labels[is_text][:, None])[:, 0])
+
+    return logprobs
+
+
+def weighted_sum(logprobs: Tensor) -> Tensor:
+    """Return a loss in which every token has a weight of its own."""
+    return (logprobs * torch.linspace(0.1, 1, len(logprobs), dtype=logprobs.dtype)).sum()
+
+
+def policy_gradients(policy: Policy) -> dict[str, Tensor]:
+    gradients = {
+        name: parameter.grad.full_tensor()
+        for name, parameter in policy.lm.named_parameters()
+        if parameter.grad is not None
+    }
+    policy.zero_grad()
+    return gradients
+
+
+def relative_distance(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the norm of the difference by the norm of what is expected, over all `gradients`."""
+    difference = torch.stack([(gradients[name] - expected[name]).norm() for name in gradients]).norm()
+    return float(difference / torch.stack([expected[name].norm() for name in gradients]).norm())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "train_vision", "limit"),
+    [("float32", False, 1e-5), pytest.param("float64", True, 1e-10, marks=pytest.mark.full)],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layouts_compute_what_transformers_computes(
+    family: str,
+    dtype: str,
+    train_vision: bool,
+    limit: float,
+    model_paths: Callable[[str], str],
+    world: World,
+) -> None:
+    path = model_paths(family)
+    conversations = Conversations(path)
+    model = plain_model(path, getattr(torch, dtype))
+    expected = torch.cat(plain_logprobs(model, path, conversations))
+    weighted_sum(expected).backward()
+    expected_gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if train_vision or ".visual." not in name
+    }
+    if family == "qwen3_5":
+        limit = max(limit, 1e-6)  # layers with a state compute in float32
+
+    policy = load_policy(ModelConfig(path=path, dtype=dtype, train_vision=train_vision), world)
+    for packing in LAYOUTS:
+        if packing == "packed":
+            use_forest_attention(policy.lm)
+        logprobs = policy(conversations.select(packing)).logp
+        weighted_sum(logprobs).backward()
+        gradients = policy_gradients(policy)
+
+        assert (logprobs - expected).abs().max() < limit, packing
+        # Norms compute in float32.
+        assert relative_distance(gradients, expected_gradients) < max(limit, 1e-6), packing
+
+
+def test_a_shared_image_is_read_once(model_paths: Callable[[str], str]) -> None:
+    conversations = Conversations(model_paths("qwen3_vl"))
+    image_counts = {}
+    for packing in LAYOUTS:
+        images = conversations.select(packing).images
+        assert images is not None
+        image_counts[packing] = len(images.pixels.grids)
+    assert image_counts == {"padded": 6, "packed": 6, "tree": 5}
+
+
+def test_images_that_differ_late_in_their_digests_are_not_shared(
+    model_paths: Callable[[str], str], world: World
+) -> None:
+    path = model_paths("qwen3_vl")
+    conversations = Conversations(path)
+    digests = ("0" * 28 + "1", "8" + "0" * 27 + "1")  # the first three of four ids are equal
+    wide_file, _, other_wide_file = conversations.files.values()
+    conversations.image_pixels.add_files(dict(zip(digests, (wide_file, other_wide_file), strict=True)))
+    before = [*range(40, 60)]
+    sequences = [np.array([*before, *image_ids(digest, 6), 30, 31], dtype=np.int32) for digest in digests]
+
+    policy = load_policy(ModelConfig(path=path, dtype="float32"), world)
+    use_forest_attention(policy.lm)
+    separate = policy(conversations.select("packed", sequences)).logp
+    tree = policy(conversations.select("tree", sequences)).logp
+    assert (tree - separate).abs().max() < 1e-5
+
+
+def test_sequences_of_several_adapters_keep_their_images(model_paths: Callable[[str], str]) -> None:
+    conversations = Conversations(model_paths("qwen3_vl"))
+    sequences = conversations.sequences[1:4]
+    plain = conversations.select("packed", sequences)
+    with_adapters = Selected.lay_out(
+        sequences,
+        np.array([0]),
+        np.array([30]),
+        torch.ones(1),
+        "packed",
+        adapters=[1, 0, 2],
+        image_pixels=conversations.image_pixels,
+    )
+    assert plain.images is not None and with_adapters.images is not None
+    assert torch.equal(with_adapters.ids, plain.ids)
+    assert torch.equal(with_adapters.images.positions, plain.images.positions)
+    assert torch.equal(with_adapters.images.pixels.pixel_values, plain.images.pixels.pixel_values)
+
+
+def test_text_beside_a_dummy_image_has_the_scores_of_text_alone(
+    model_paths: Callable[[str], str], world: World
+) -> None:
+    path = model_paths("qwen3_vl")
+    conversations = Conversations(path)
+    text = conversations.sequences[2:3]
+    config = ModelConfig(path=path, dtype="float64", train_vision=True)
+    policy = load_policy(config, world)
+    with_dummy = conversations.select("padded", text)
+    assert with_dummy.images is not None
+    alone = conversations.select("padded", text, in_step_with_images=False)
+    assert alone.images is None and with_dummy.ids.shape[0] == 2
+
+    weighted_sum(policy(alone).logp).backward()
+    expected_gradients = policy_gradients(policy)
+    weighted_sum(policy(with_dummy).logp).backward()
+    gradients = policy_gradients(policy)
+    tower_gradients = [gradients.pop(name) for name in [*gradients] if ".visual." in name]
+    assert tower_gradients and not any(gradient.any() for gradient in tower_gradients)
+    assert relative_distance(gradients, expected_gradients) < 1e-6  # norms compute in float32
+
+
+def test_an_image_without_its_file_is_named(model_paths: Callable[[str], str]) -> None:
+    conversations = Conversations(model_paths("qwen3_vl"))
+    conversations.image_pixels = ImagePixels(model_paths("qwen3_vl"), conversations.layout)
+    with pytest.raises(ProtocolError, match=f"no file of image {next(iter(conversations.files))}"):
+        conversations.select("tree")
+
+
+def test_pixels_are_dropped_beyond_the_limit_of_their_memory(
+    model_paths: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversations = Conversations(model_paths("qwen3_vl"))
+    image_pixels = conversations.image_pixels
+    digests = [*conversations.files]
+    expected = {digest: image_pixels.pixels_of([digest])[digest].pixel_values for digest in digests}
+
+    monkeypatch.setattr(images, "PIXEL_CACHE_BYTES", expected[digests[1]].nbytes)
+    for digest in [*digests, *digests]:
+        assert torch.equal(image_pixels.pixels_of([digest])[digest].pixel_values, expected[digest])
+        assert image_pixels._cached_bytes <= images.PIXEL_CACHE_BYTES
+    image_pixels.drop_files()
+    with pytest.raises(ProtocolError, match="no file of image"):
+        image_pixels.pixels_of(digests)
+
+
+def episodes_of(conversations: Conversations, path: str) -> list[Episode]:
+    """Return an episode of each sequence, whose last two ids are the model's."""
+    with torch.no_grad():
+        logprobs = plain_logprobs(plain_model(path, torch.float64), path, conversations)
+    sequences = conversations.sequences
+    rewards = [float(index % 2) for index in range(len(sequences))]
+    results = tuple(EpisodeResult(reward, 2, (reward,)) for reward in rewards)
+    episodes = []
+    for index, sequence in enumerate(sequences):
+        *context, first, second = sequence.tolist()
+        sampled_logprobs = tuple(logprobs[index][-2:].tolist())
+        span = VersionSpan(0, 2, 0, 0)
+        generation = Generation((first, second), sampled_logprobs, (span,), StopReason.STOP)
+        turns = [Turn(0, tuple(context), generation)]
+        episodes.append((make_row(f"g/{index}", "g", results, index, turns, 1.0), turns))
+    return episodes
+
+
+def learn(world: World, path: str, sections: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the gradients of a batch: the only text is on the last of two ranks."""
+    conversations = Conversations(path)
+    episodes = episodes_of(conversations, path)
+    texts = [episode for episode in episodes if not digests_of(episode[1])]
+    pictures = [episode for episode in episodes if digests_of(episode[1])]
+    assert texts and pictures
+
+    learner = make_learner(tiny_config(path, model={"train_vision": True}, **sections), world)
+    if world.rank == 0:
+        learner.image_pixels.add_files(conversations.files)
+    cut = [[pictures, texts]] if world.size == 2 else [[pictures + texts]]
+    return final_gradients(learner, cut)
+
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "streamed": {"trainer": {"packing": "tree", "micro_batch_tokens": 64}},
+    "with critic and reference": {
+        "trainer": {"packing": "padded", "micro_batch_tokens": 64},
+        "algorithm": {"advantage": "gae"},
+        "kl": {"where": "loss", "coef": 0.1},
+        "buffer": {"filter_zero_variance": False},
+    },
+}
+
+
+def learn_in_folder(name: str, world: World, folder: Path) -> dict[str, Tensor]:
+    return learn(world, str(folder.parent / "model"), SECTIONS[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*SECTIONS])
+def test_a_rank_without_images_gives_the_gradients_of_one_rank(
+    name: str, world: World, tmp_path: Path
+) -> None:
+    path = build_vision_model("qwen3_vl", tmp_path / "model")
+    expected = learn(world, path, SECTIONS[name])
+    gradients = run_ranks(2, partial(learn_in_folder, name), tmp_path / "ranks")
+    assert any(".visual." in parameter for parameter in expected)
+    assert difference(gradients, expected) < 1e-12
+
+
+@pytest.mark.full
+def test_a_trained_tower_is_published_exported_and_saved(world: World, tmp_path: Path) -> None:
+    path = build_vision_model("qwen3_vl", tmp_path / "model")
+    conversations = Conversations(path)
+    learner = make_learner(tiny_config(path, model={"train_vision": True}), world, "float32")
+    learner.image_pixels.add_files(conversations.files)
+    run_batch(learner, [[episodes_of(conversations, path)]])
+
+    parameters = {name: parameter.full_tensor() for name, parameter in learner.policy.lm.named_parameters()}
+    published = stored(learner.policy)
+    assert published.keys() == trained_shapes(path, train_vision=True).keys()
+    model = plain_model(path, torch.float32)
+    assert not torch.equal(model.state_dict()[TOWER_WEIGHT], parameters[TOWER_WEIGHT])
+    replace_weights(model, published, checkpoint_pieces(model, model.state_dict(), stored_tensors(path)))
+    exported = plain_model(export(tmp_path, learner.policy, world, path), torch.float32)
+    for reader in (model, exported):
+        read_parameters = dict(reader.named_parameters())
+        assert all(torch.equal(read_parameters[name], tensor) for name, tensor in parameters.items())
+
+    saved = save_checkpoint(
+        tmp_path / "checkpoints", learner, CheckpointManifest(step=1, trainer_epoch=0), hf=False
+    )
+    restored = make_learner(learner.config, world, "float32")
+    load_checkpoint(saved, restored)
+    restored_parameters = dict(restored.policy.lm.named_parameters())
+    assert all(
+        torch.equal(restored_parameters[name].full_tensor(), tensor) for name, tensor in parameters.items()
+    )
+    assert restored.optimizer.state[restored_parameters[TOWER_WEIGHT]]["exp_avg"].full_tensor().any()
+
+
+@pytest.mark.full
+def test_a_step_without_images_leaves_a_trained_tower_as_it_is(
+    model_paths: Callable[[str], str], world: World
+) -> None:
+    path = model_paths("qwen3_vl")
+    conversations = Conversations(path)
+    texts = [episode for episode in episodes_of(conversations, path) if not digests_of(episode[1])]
+    config = ModelConfig(path=path, dtype="float32", train_vision=True)
+    policy = load_policy(config, world)
+    (row, turns) = texts[0]
+    sample = training_sample(row, turns, 0, 4, aggregations.get("token_mean"))
+    policy(collate([sample], torch.float32).selected).logp.sum().backward()
+    gradients = policy_gradients(policy)
+    assert gradients and not any(".visual." in name for name in gradients)
+    weighted_sum(policy(conversations.select("padded")).logp).backward()
+    assert TOWER_WEIGHT in policy_gradients(policy)
+
+
+def test_sequence_parallel_does_not_go_with_images(model_paths: Callable[[str], str]) -> None:
+    path = model_paths("qwen3_vl")
+    assert require_trainable_images(tiny_config(path)) == read_image_layout(path)
+    config = tiny_config(path, trainer={"ranks": 2, "sequence_parallel": 2})
+    complaint = r"trainer\.sequence_parallel=2 does not work with images; set trainer\.sequence_parallel=1"
+    with pytest.raises(ConfigError, match=complaint):
+        require_trainable_images(config)
+
+
+@pytest.mark.full
+def test_a_reference_must_read_images_like_the_policy(model_paths: Callable[[str], str]) -> None:
+    path = model_paths("qwen3_vl")
+    complaints = {
+        model_paths("glm4v"): r"kl\.reference: \S+ reads images in other patches, .* than \S+; use a",
+        str(DEMO_MODEL): r"the model \(type \w+\) reads text only",
+    }
+    for reference, complaint in complaints.items():
+        with pytest.raises(ConfigError, match=complaint):
+            require_trainable_images(tiny_config(path, kl={"where": "loss", "reference": reference}))
+
+
+@pytest.mark.full
+def test_an_architecture_of_text_alone_reads_no_images(tmp_path: Path) -> None:
+    path = build_vision_model("qwen3_5", tmp_path / "model")
+    config_file = tmp_path / "model" / "config.json"
+    settings = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps(settings | {"architectures": ["Qwen3_5ForCausalLM"]}))
+    with pytest.raises(ConfigError, match="names a class of text alone, so the model reads no images"):
+        require_trainable_images(tiny_config(path))
+
+
+def test_adapters_do_not_train_the_tower() -> None:
+    with pytest.raises(ConfigError, match=r"model\.train_vision=true does not work with adapters"):
+        tiny_config("model", model={"train_vision": True, "lora_rank": 4})
+
+
+@pytest.mark.full
+def test_patches_count_in_the_operations_of_a_step(model_paths: Callable[[str], str], world: World) -> None:
+    path = model_paths("qwen3_vl")
+    counts = {
+        train_vision: FlopCount.of(
+            load_policy(ModelConfig(path=path, dtype="float32", train_vision=train_vision), world).lm
+        )
+        for train_vision in (False, True)
+    }
+    tower = plain_model(path, torch.float32).model.visual
+    matrix_numbers = sum(weight.numel() for weight in tower.parameters() if weight.ndim > 1)
+    embedding_numbers = tower.pos_embed.weight.numel()
+    assert counts[False].patch == 2 * (matrix_numbers - embedding_numbers)
+    assert counts[True].patch == 3 * counts[False].patch
+    assert counts[True].body == counts[False].body
+    positions = np.arange(5)
+    assert counts[True].total_flops(positions, 2, patches=7) - counts[True].total_flops(positions, 2) == (
+        pytest.approx(7 * counts[True].patch)
+    )
