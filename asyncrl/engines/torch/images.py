@@ -20,7 +20,7 @@ import numpy as np
 from asyncrl.engines.base import EngineRefused, Request
 from asyncrl.errors import ConfigError
 from asyncrl.vision.files import ImageError
-from asyncrl.vision.image_ids import FIRST_IMAGE_ID, ImageRun, find_runs, has_images
+from asyncrl.vision.image_ids import FIRST_IMAGE_ID, ImageRun, find_runs
 from asyncrl.vision.layout import ImageLayout, read_image_layout
 from asyncrl.vision.pixels import PixelReader, Pixels, image_size
 from asyncrl.vision.positions import rope_positions
