@@ -75,6 +75,14 @@ def text_part(model: PreTrainedModel) -> PreTrainedModel:
     return decoder
 
 
+def set_text_attention(model: PreTrainedModel, attention: str) -> None:
+    """Set the attention implementation of the text part; towers keep their own, which reads an image in both
+    directions. A configuration that does not name its text part sets all parts."""
+    text_config = model.config.get_text_config()
+    text_keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text_config]
+    model.set_attn_implementation(dict.fromkeys(["", *text_keys], attention) if text_keys else attention)
+
+
 def frozen_parts(model: PreTrainedModel, *, train_vision: bool = False) -> tuple[str, ...]:
     """Return the names of the parts that do not train: those beside the text part, or none with
     `model.train_vision`."""

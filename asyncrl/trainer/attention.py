@@ -340,18 +340,6 @@ def text_attention(model: PreTrainedModel) -> str:
     return attention_name
 
 
-def set_text_attention(model: PreTrainedModel, attention_name: str) -> None:
-    """Set the attention of the model's text part. The towers of a composite model keep their own."""
-    config = model.config
-    text_config = config.get_text_config()
-    for key in config.sub_configs:
-        if getattr(config, key) is text_config:
-            model.set_attn_implementation({key: attention_name})
-            return
-
-    model.set_attn_implementation(attention_name)
-
-
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BLOCK_TOKENS = 128  # tokens of a block; keys that none of its queries sees are not computed
 # Sequences are computed one by one from this mean length on, in tokens, if they hold at most MAX_REPETITION

@@ -56,6 +56,17 @@ class PixelReader:
         return Pixels(features["pixel_values"], features["image_grid_thw"])
 
 
+def image_size(file: bytes) -> tuple[int, int]:
+    """Return height and width of a stored image, from the head of its file. ImageError without one."""
+    import PIL.Image
+
+    try:
+        with PIL.Image.open(io.BytesIO(file)) as image:
+            return image.height, image.width
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ImageError(f"a stored image cannot be decoded ({one_line(error)})") from error
+
+
 @lru_cache(maxsize=4)
 def _load_processor(model_directory: str) -> Any:
     import transformers

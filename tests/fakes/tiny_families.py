@@ -241,6 +241,15 @@ QWEN_PREPROCESSOR = NORMALIZED | {
     "image_processor_type": "Qwen2VLImageProcessor",
     "processor_class": "Qwen3VLProcessor",
 }
+GLM4V_PREPROCESSOR = NORMALIZED | {
+    "size": {"shortest_edge": 2 * 28 * 28, "longest_edge": 2 * 256 * 256},
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "do_convert_rgb": True,
+    "image_processor_type": "Glm4vImageProcessor",
+    "processor_class": "Glm4vProcessor",
+}
 GEMMA3_PREPROCESSOR = NORMALIZED | {
     "size": {"height": 28, "width": 28},
     "image_seq_length": 4,
@@ -439,6 +448,7 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": False,
             **GLM4V_TOKENS,
         },
+        preprocessor=GLM4V_PREPROCESSOR,
     ),
     "kimi_k25": Family(
         "Kimi-K2.5, without its quantization",

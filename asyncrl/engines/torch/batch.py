@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from itertools import pairwise, takewhile
 
 import numpy as np
@@ -21,11 +22,14 @@ from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from asyncrl.engines.base import Request
+from asyncrl.engines.torch.images import NO_IMAGES, PromptImages
 from asyncrl.engines.torch.recorded import RecordedStep
-from asyncrl.engines.torch.slots import PREFIX_BLOCK, KVCache, PrefixIndex, PrefixSource, Slot, Slots
+from asyncrl.engines.torch.slots import KVCache, PrefixIndex, PrefixSource, Slot, Slots
 from asyncrl.engines.torch.step_layout import Chunk, SlotSampling, StepLayout, build_layout, reordered_slots
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, StopReason, VersionSpan
+from asyncrl.vision.layout import ImageLayout
+from asyncrl.vision.pixels import Pixels
 from asyncrl.weights.adapters import Adapters
 
 # A prompt that would be padded to more than 4 times its length waits for a later step.
@@ -35,8 +39,11 @@ _MAX_PADDING_RATIO = 4
 class RunningRequest:
     """Follows one request from arrival to its end."""
 
-    def __init__(self, request: Request, max_length: int, version: int, started_at: float) -> None:
+    def __init__(
+        self, request: Request, images: PromptImages, max_length: int, version: int, started_at: float
+    ) -> None:
         self.request = request
+        self.images = images
         self.prefill_ids = request.ids  # after a sleep: with the ids sampled before
         self.max_length = max_length  # prompt and sampled ids together
         self.slot: Slot | None = None
@@ -60,12 +67,26 @@ class RunningRequest:
         assert self.slot is not None
         return self.slot.index
 
+    def chunk_end(self, limit: int) -> int:
+        """Return the end of the next chunk, of at most `limit` ids: where a snapshot is taken, or the end of
+        the prompt, if the chunk is long enough. An image of more ids is a chunk of its own."""
+        takes_snapshot = self.filled_length < self.snapshot_length
+        stop = self.snapshot_length if takes_snapshot else len(self.prefill_ids)
+        end = min(stop, self.filled_length + limit)
+        return self.images.chunk_end(self.filled_length, end)
+
 
 class Batcher:
     """Owns the KV cache and decides what each step computes."""
 
     def __init__(
-        self, model: PreTrainedModel, slot_count: int, max_len: int, token_budget: int, version: int
+        self,
+        model: PreTrainedModel,
+        slot_count: int,
+        max_len: int,
+        token_budget: int,
+        version: int,
+        image_layout: ImageLayout | None = None,
     ) -> None:
         self.version = version
         self._swap_count = 0  # weight swaps: two may have one version number
@@ -73,7 +94,7 @@ class Batcher:
         self.generated_tokens = 0
         self.reprefilled_tokens = 0  # prompt tokens whose KV was kept, but no state behind them
         self.runs_by_session: dict[str, RunningRequest] = {}  # all that have not ended
-        self.cache = KVCache(model, slot_count, max_len)
+        self.cache = KVCache(model, slot_count, max_len, image_layout)
 
         self._recorded_step = RecordedStep(self.cache)
         self.slots = Slots(slot_count)
@@ -90,10 +111,17 @@ class Batcher:
         self._asleep_since = math.inf
         self._slept_seconds = 0.0  # in earlier sleeps
 
-    def add_request(self, request: Request) -> RunningRequest:
-        max_length = min(len(request.ids) + request.sampling.max_new_tokens, self.cache.max_len)
+    def add_request(self, request: Request, images: PromptImages = NO_IMAGES) -> RunningRequest:
+        sampling = request.sampling
+        placeholder = self.cache.placeholder
+        if placeholder is not None and placeholder not in sampling.stop_ids:
+            # The next forward would look for an image at a sampled placeholder.
+            sampling = replace(sampling, stop_ids=(*sampling.stop_ids, placeholder))
+            request = replace(request, sampling=sampling)
+
+        max_length = min(len(request.ids) + sampling.max_new_tokens, self.cache.max_len)
         run = self.runs_by_session[request.session] = RunningRequest(
-            request, max_length, self.version, self._awake_time()
+            request, images, max_length, self.version, self._awake_time()
         )
         self._waiting_runs.append(run)
         return run
@@ -167,7 +195,7 @@ class Batcher:
             chunks = self._plan_chunks()
             plan = build_layout(self.cache, self._slot_sampling, self._slot_lengths, list(chunks.values()))
 
-        ended_slots = self._recorded_step(plan)
+        ended_slots = self._recorded_step(plan, self._chunk_pixels(chunks))
         self._steady_plan = plan
         self._slot_lengths += self._slot_lengths > 0
 
@@ -185,6 +213,7 @@ class Batcher:
             if chunk.end == run.snapshot_length:
                 self._take_snapshot(run.slot)
             if chunk.is_last:
+                run.images.drop_pixels()
                 self._filling_runs.remove(run)
                 run.decoding = True
                 self._decoding_runs[run.slot.index] = run
@@ -305,24 +334,33 @@ class Batcher:
             slot.agent = request.agent
             self.cache.adapter_indices[slot.index] = adapter_index
             run.slot = slot
-            run.known_length = slot.common_prefix(request.ids)
+            run.known_length = run.images.uncut_length(slot.common_prefix(request.ids))
             run.filled_length = self._keep_prefix(slot, run.known_length)
             self._plan_prefix(run)
-            new_ids = torch.tensor(request.ids[run.filled_length :], device=self.cache.device)
-            self.cache.ids[slot.index, run.filled_length : run.prompt_length] = new_ids
+            self.cache.write_prompt(slot.index, request.ids, run.filled_length, run.images.positions)
 
             self._slot_sampling.set_slot(slot.index, request.key, request.sampling, run.max_length)
             self._filling_runs.append(run)
 
-    def _keep_prefix(self, slot: Slot, common_length: int) -> int:
+    def kept_length(self, request: Request) -> int:
+        """Return the number of leading ids whose KV the session's slot holds, as far as is known before the
+        request gets the slot."""
+        slot = self.slots.slot_of(request.session)
+        return self._usable_length(slot, slot.common_prefix(request.ids)) if slot else 0
+
+    def _usable_length(self, slot: Slot, common_length: int) -> int:
         """Return the number of leading ids that need no prefill, of the `common_length` that a prompt shares
-        with those that the slot holds, and forget all later ids. States are those behind all held ids or,
-        after a rewrite, behind those of the snapshot."""
-        kept_length = common_length
-        if self.cache.has_states and common_length < len(slot.held_ids):
-            kept_length = slot.snapshot_length if slot.snapshot_length <= common_length else 0
-            if kept_length:
-                self.cache.states.copy_snapshot(slot.index, slot.index)
+        with those that the slot holds. States are those behind all held ids or, after a rewrite, behind those
+        of the snapshot."""
+        if not self.cache.has_states or common_length >= len(slot.held_ids):
+            return common_length
+        return slot.snapshot_length if slot.snapshot_length <= common_length else 0
+
+    def _keep_prefix(self, slot: Slot, common_length: int) -> int:
+        """Return the usable length, and forget all later ids of the slot."""
+        kept_length = self._usable_length(slot, common_length)
+        if self.cache.has_states and 0 < kept_length < len(slot.held_ids):
+            self.cache.states.copy_snapshot(slot.index, slot.index)
 
         slot.forget_ids(kept_length)
         return kept_length
@@ -335,9 +373,10 @@ class Batcher:
         """Find a slot to copy the beginning of the prompt from, and choose where the prefill takes a
         snapshot of the states: behind the last whole block of the prompt, or at once if all of it is kept."""
         assert run.slot is not None
+        prefix_ends = run.images.prefix_ends(len(run.prefill_ids))
         snapshot_length = None
         if self.cache.has_states:
-            last_block_end = (run.prompt_length - 1) // PREFIX_BLOCK * PREFIX_BLOCK
+            last_block_end = max(run.images.prefix_ends(run.prompt_length), default=0)
             snapshot_length = last_block_end if last_block_end > run.filled_length else 0
             run.snapshot_length = snapshot_length
             if run.filled_length == 0:
@@ -346,7 +385,7 @@ class Batcher:
                 self._take_snapshot(run.slot)
 
         prefix_source = self._prefix_index.enter_prompt(
-            run.slot, run.prefill_ids, self._adapter_index(run.request.agent), snapshot_length
+            run.slot, run.prefill_ids, prefix_ends, self._adapter_index(run.request.agent), snapshot_length
         )
         run.prefix_source = (
             prefix_source if prefix_source and prefix_source.length > run.filled_length else None
@@ -354,22 +393,31 @@ class Batcher:
 
     def _plan_chunks(self) -> dict[RunningRequest, Chunk]:
         """Choose the tokens to prefill in this step. Chunks are padded to the length of the first chunk, and
-        padding counts against the budget."""
+        padding counts against the budget. A longer chunk, with an image, waits until it is the first."""
         chunks: dict[RunningRequest, Chunk] = {}
         ready_runs = [run for run in self._filling_runs if not self._awaits_prefix(run)]
         if not ready_runs:
             return chunks
 
-        width = min(_next_stop(ready_runs[0]) - ready_runs[0].filled_length, self.token_budget)
+        width = ready_runs[0].chunk_end(self.token_budget) - ready_runs[0].filled_length
         for run in ready_runs:
-            chunk_size = min(_next_stop(run) - run.filled_length, width)
-            if chunk_size * _MAX_PADDING_RATIO >= width:
-                end = run.filled_length + chunk_size
+            end = run.chunk_end(width)
+            chunk_size = end - run.filled_length
+            if chunk_size <= width <= chunk_size * _MAX_PADDING_RATIO:
                 chunks[run] = Chunk(run.slot_index, run.filled_length, end, end == len(run.prefill_ids))
             if (len(chunks) + 1) * width > self.token_budget:
                 break
 
         return chunks
+
+    def _chunk_pixels(self, chunks: Mapping[RunningRequest, Chunk]) -> Pixels | None:
+        """Return the patches of the images in the chunks, in order, on the device; None without images."""
+        pixels = [
+            image_pixels
+            for run, chunk in chunks.items()
+            for image_pixels in run.images.pixels_within(chunk.start, chunk.end)
+        ]
+        return Pixels.concatenate(pixels).to(self.cache.device) if pixels else None
 
     def _awaits_prefix(self, run: RunningRequest) -> bool:
         """True if a request ahead is still computing the run's prefix. Copies a complete prefix if the
@@ -406,11 +454,3 @@ class Batcher:
 
         run.prefix_source = None
         return False
-
-
-def _next_stop(run: RunningRequest) -> int:
-    """Return the end of the run's next chunk, if the chunk is long enough: where a snapshot is taken, or the
-    end of the prompt."""
-    if run.filled_length < run.snapshot_length:
-        return run.snapshot_length
-    return len(run.prefill_ids)

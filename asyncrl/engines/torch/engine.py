@@ -18,12 +18,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.engines.base import NOTHING, Request, check_request, engines
+from asyncrl.engines.base import NOTHING, EngineRefused, Request, check_request, engines
 from asyncrl.engines.torch.batch import Batcher, RunningRequest
 from asyncrl.engines.torch.check import check_served
+from asyncrl.engines.torch.images import NO_IMAGES, TEXT_ONLY, ImageReader, PromptImages
 from asyncrl.errors import EngineError, one_line
 from asyncrl.model_class import frozen_parts, is_within
 from asyncrl.types import Generation, StopReason, TokenScores
+from asyncrl.vision.image_ids import has_images
 from asyncrl.weights import disk
 from asyncrl.weights.adapters import Adapters
 from asyncrl.weights.checkpoint_match import load_pretrained
@@ -43,7 +45,8 @@ LOGITS_CHUNK_TOKENS = 512
 class TorchEngine:
     """An `Engine` in this process. The model's attention function is replaced; plain calls of the model still
     work. `read_base_model` reads the model again, to wake with a version that holds adapters only.
-    `file_tensors`: the tensors of the files that the model was read from, by whose names versions come."""
+    `file_tensors`: the tensors of the files that the model was read from, by whose names versions come.
+    `image_reader`: reads the images of requests, in a thread, before a request joins the batch."""
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class TorchEngine:
         max_batch_tokens: int,
         version: int = 0,
         file_tensors: Mapping[str, StoredTensor] = {},
+        image_reader: ImageReader = TEXT_ONLY,
     ) -> None:
         self._model = model.eval()
         self._published_pieces = checkpoint_pieces(model, model.state_dict(), file_tensors)
@@ -61,12 +65,15 @@ class TorchEngine:
         embeddings = model.get_input_embeddings().weight
         assert isinstance(embeddings, torch.Tensor)
         self._vocabulary_size = embeddings.shape[0]
-        self._batcher = Batcher(model, slots, max_len, max_batch_tokens, version)
+        self._batcher = Batcher(model, slots, max_len, max_batch_tokens, version, image_reader.layout)
         self._turn_futures: dict[RunningRequest, asyncio.Future[Generation]] = {}
         self._pending_changes: list[Callable[[], None]] = []  # to make after the step under way
 
         self._is_stepping = False
         self._step_thread = ThreadPoolExecutor(1, "torch-engine")
+        self._image_reader = image_reader
+        self._image_thread = ThreadPoolExecutor(1, "torch-engine-images")
+        self._images_by_session: dict[str, asyncio.Future[PromptImages]] = {}  # being read
         self._serve_task: asyncio.Task[None] | None = None
         self._wake_event = asyncio.Event()
         self._load_lock = asyncio.Lock()
@@ -99,6 +106,11 @@ class TorchEngine:
             raise self._break_error
 
         check_request(request, self._vocabulary_size, self._batcher.cache.max_len)
+        self._image_reader.check(request)
+        images = await self._read_images(request) if has_images(request.ids) else NO_IMAGES
+        if images is None:  # the session was released
+            return NOTHING
+
         loop = asyncio.get_running_loop()
         turn_future: asyncio.Future[Generation] = loop.create_future()
         run: RunningRequest | None = None
@@ -111,7 +123,7 @@ class TorchEngine:
                 problem = f"session {request.session!r}: its previous turn is still running"
                 _set_answer(turn_future, EngineError(problem))
             elif not turn_future.done():  # else the caller did not wait
-                run = self._batcher.add_request(request)
+                run = self._batcher.add_request(request, images)
                 self._turn_futures[run] = turn_future
 
         def read_part() -> None:
@@ -149,7 +161,30 @@ class TorchEngine:
                 self._answer_turn(run, StopReason.ABORT)
             self._batcher.slots.release_session(session)
 
+        if session in self._images_by_session:
+            self._images_by_session[session].cancel()
         self._between_steps(release_session)
+
+    async def _read_images(self, request: Request) -> PromptImages | None:
+        """Read the images of a request in a thread; None if the session is released meanwhile."""
+        session = request.session
+        if session in self._images_by_session:
+            raise EngineError(f"session {session!r}: its previous turn is still running")
+
+        kept_length = self._batcher.kept_length(request)
+        images_future = asyncio.get_running_loop().run_in_executor(
+            self._image_thread, self._image_reader.read, request, kept_length
+        )
+        self._images_by_session[session] = images_future
+        try:
+            await asyncio.wait([images_future])
+        finally:
+            images_future.cancel()  # no effect on a finished future
+            del self._images_by_session[session]
+
+        if self._break_error is not None:
+            raise self._break_error
+        return None if images_future.cancelled() else images_future.result()
 
     async def load(self, ref: WeightsRef) -> Manifest:
         async with self._load_lock:  # versions are applied in the order of the calls
@@ -222,6 +257,9 @@ class TorchEngine:
     @torch.inference_mode()
     def _score(self, ids: tuple[int, ...], count: int, top: int = 0, base: bool = False) -> TokenScores:
         """Score the last `count` ids with each adapter, or without any."""
+        if has_images(ids):
+            raise EngineRefused("the embedded engine scores texts without images only; use another scorer")
+
         row_count = len(self._adapters.agents) if self._adapters and not base else 1
         tokens = torch.tensor([ids] * row_count, device=self._model.device)
         if self._adapters is not None:
@@ -252,6 +290,7 @@ class TorchEngine:
         self._wake_event.set()
         if self._serve_task is not None:
             await self._serve_task  # the step under way is its last
+        self._image_thread.shutdown(wait=False, cancel_futures=True)
         self._step_thread.shutdown(cancel_futures=True)
 
     # -- between two steps -----------------------------------------------------------------------------
@@ -464,5 +503,12 @@ def build(
     model: Any = base()
 
     return TorchEngine(
-        model.to(device), base, slots, max_len, max_batch_tokens, version, stored_tensors(model_path)
+        model.to(device),
+        base,
+        slots,
+        max_len,
+        max_batch_tokens,
+        version,
+        stored_tensors(model_path),
+        ImageReader.of_model(model_path),
     )

@@ -25,6 +25,7 @@ from asyncrl.engines.torch.sampler import Params, sample
 from asyncrl.engines.torch.slots import KVCache, Layout, SlotGroup
 from asyncrl.engines.torch.step_layout import StepLayout
 from asyncrl.errors import one_line
+from asyncrl.vision.pixels import Pixels
 
 log = logging.getLogger("asyncrl.engine")
 
@@ -55,8 +56,9 @@ class RecordedStep:
         self._step_counts: Counter[StepKind] = Counter()
         self._step_functions: dict[StepKind, Callable[..., torch.Tensor]] = {}
 
-    def __call__(self, plan: StepLayout) -> list[int]:
-        """Compute a step; return the slots whose turns ended with this step."""
+    def __call__(self, plan: StepLayout, pixels: Pixels | None = None) -> list[int]:
+        """Compute a step; return the slots whose turns ended with this step. `pixels`: the patches of the
+        images in the plan's chunks, in order."""
         layout = plan.layout
         params = plan.params
         kind = StepKind(len(layout.groups), layout.decoding_groups, params.any_greedy)
@@ -73,6 +75,15 @@ class RecordedStep:
             *(tensor for group in layout.groups for tensor in group),
         )
 
+        step = self._step_function(kind, step_tensors) if pixels is None else _Step(self._cache, kind, pixels)
+        ended_samples = step(*step_tensors)
+        return [plan.slots[index] for index in ended_samples.tolist()]
+
+    def _step_function(
+        self, kind: StepKind, step_tensors: tuple[torch.Tensor, ...]
+    ) -> Callable[..., torch.Tensor]:
+        """Return the function that computes steps of this kind, recorded if such steps are frequent. Steps
+        with images are never recorded: vision towers loop over images."""
         if kind not in self._step_functions:
             self._step_functions[kind] = _Step(self._cache, kind)
 
@@ -82,20 +93,21 @@ class RecordedStep:
             with self._cache.states.unchanged():  # a recording computes the step, which is then computed
                 self._step_functions[kind] = _record_step(self._step_functions[kind], step_tensors)
 
-        ended_samples = self._step_functions[kind](*step_tensors)
-        return [plan.slots[index] for index in ended_samples.tolist()]
+        return self._step_functions[kind]
 
 
 class _Step(torch.nn.Module):
-    """Computes the steps of one kind. The tensors that a step changes are registered as buffers: otherwise a
-    recording would copy these tensors as constants."""
+    """Computes the steps of one kind. The tensors that change between steps are registered as buffers:
+    otherwise a recording would copy these tensors as constants."""
 
-    def __init__(self, cache: KVCache, kind: StepKind) -> None:
+    def __init__(self, cache: KVCache, kind: StepKind, pixels: Pixels | None = None) -> None:
         super().__init__()
         self.model = cache.model
         self._cache = cache
         self._kind = kind
-        for index, state in enumerate((cache.ids, cache.logprobs, cache.adapter_indices, *cache.pools)):
+        self._pixels = pixels
+        token_tables = (cache.ids, cache.logprobs, cache.adapter_indices)
+        for index, state in enumerate((*token_tables, cache.rope_positions, *cache.pools)):
             self.register_buffer(f"state_{index}", state)
 
     def forward(
@@ -117,7 +129,7 @@ class _Step(torch.nn.Module):
         kind = self._kind
         slot_groups = tuple(SlotGroup(*groups[first : first + 3]) for first in range(0, 3 * kind.groups, 3))
         layout = Layout(cells, positions, slot_groups, kind.decoding)
-        logits = cache.forward(layout, logit_indices)
+        logits = cache.forward(layout, logit_indices, self._pixels)
 
         cells = cells[logit_indices] + 1
         positions = positions[logit_indices] + 1

@@ -23,12 +23,15 @@ from transformers.masking_utils import sdpa_mask
 from asyncrl.attention_rules import Reach, Scoring, queries_at_positions, read_scoring, unknown_arguments
 from asyncrl.engines.torch.states import SlotStates, TokenGroup
 from asyncrl.errors import ConfigError
+from asyncrl.model_class import set_text_attention
 from asyncrl.state_layers import hand_over_state_layers
+from asyncrl.vision.image_ids import with_placeholders
+from asyncrl.vision.layout import ImageLayout
+from asyncrl.vision.pixels import Pixels
 from asyncrl.weights.adapters import Adapters
 
 ATTENTION = "asyncrl_slots"
 _LENGTH_BUCKET = 32  # attention lengths are rounded up to this
-PREFIX_BLOCK = 32  # ids; a prompt is known by its whole blocks
 
 
 class SlotGroup(NamedTuple):
@@ -51,10 +54,19 @@ class Layout(NamedTuple):
 
 
 class KVCache:
-    """Holds ids, log-probs, keys, values and states of all slots, on the model's device."""
+    """Holds ids, log-probs, keys, values and states of all slots, on the model's device. `image_layout`: how
+    the model reads images, if it does; its ids have positions in time, height and width (multimodal RoPE).
+    """
 
-    def __init__(self, model: PreTrainedModel, slot_count: int, max_len: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        slot_count: int,
+        max_len: int,
+        image_layout: ImageLayout | None = None,
+    ) -> None:
         self.model = model
+        self.placeholder = None if image_layout is None else image_layout.placeholder
         self.slot_count = slot_count
         self.max_len = max_len
         self.columns = max_len + 1
@@ -71,6 +83,10 @@ class KVCache:
         self.states = SlotStates(slot_count)
 
         self._all_columns = torch.arange(self.columns, device=self.device)
+        self.rope_positions: torch.Tensor | None = None  # [3, slots, columns]
+        if image_layout is not None:
+            self.rope_positions = self._all_columns.repeat(3, slot_count, 1)
+
         self._current_layout: Layout
         self._token_indices: torch.Tensor
         self._token_groups: list[TokenGroup] = []
@@ -100,9 +116,29 @@ class KVCache:
         is rounded up, so that kernels see few shapes."""
         return self._all_columns[: min(-(-length // _LENGTH_BUCKET) * _LENGTH_BUCKET, self.max_len)]
 
-    def forward(self, layout: Layout, logit_indices: torch.Tensor) -> torch.Tensor:
-        """Run the model on the tokens in the layout's cells and write their KV. Returns logits
-        [len(logit_indices), vocabulary] of the tokens with these indices."""
+    def write_prompt(
+        self, slot: int, ids: Sequence[int], start: int, positions: np.ndarray | None = None
+    ) -> None:
+        """Write the ids of a prompt into its slot, from number `start` on. `positions` [3, len(ids)]: those of
+        a prompt with images; sampled ids go on behind the largest one."""
+        new_ids = np.array(ids[start:], dtype=np.int64)
+        if self.placeholder is not None:
+            new_ids = with_placeholders(new_ids, self.placeholder)
+        self.ids[slot, start : len(ids)] = torch.from_numpy(new_ids).to(self.device)
+
+        if self.rope_positions is not None:
+            self.rope_positions[:, slot] = self._all_columns
+            if positions is not None:
+                offset = int(positions.max()) + 1 - len(ids)
+                self.rope_positions[:, slot] += offset
+                self.rope_positions[:, slot, : len(ids)] = torch.from_numpy(positions).to(self.device)
+
+    def forward(
+        self, layout: Layout, logit_indices: torch.Tensor, pixels: Pixels | None = None
+    ) -> torch.Tensor:
+        """Run the model on the tokens in the layout's cells and write their KV. `pixels`: the patches of the
+        images among the tokens, in order. Returns logits [len(logit_indices), vocabulary] of the tokens with
+        these indices."""
         self._current_layout = layout
         self._token_groups = _token_groups(layout)
         self._token_indices = torch.arange(layout.positions.shape[0], device=self.device)
@@ -114,14 +150,26 @@ class KVCache:
         if self.adapters is not None:
             self.adapters.select_adapters(self.adapter_indices[layout.cells // self.columns])
 
+        input_ids = self.ids.view(-1)[layout.cells]
+        position_ids = layout.positions[None]
+        if self.rope_positions is not None:
+            position_ids = self.rope_positions.view(3, 1, -1)[:, :, layout.cells]
+
+        image_arguments = {}
+        if pixels is not None:
+            # The scratch cell may hold a sampled placeholder, which is no image.
+            input_ids = input_ids.masked_fill(layout.positions == self.scratch, 0)
+            image_arguments = {"pixel_values": pixels.pixel_values, "image_grid_thw": pixels.grids}
+
         output = self.model(
-            input_ids=self.ids.view(-1)[layout.cells][None],
-            position_ids=layout.positions[None],
+            input_ids=input_ids[None],
+            position_ids=position_ids,
             attention_mask=self._no_mask,
             use_cache=False,
             logits_to_keep=logit_indices,
             slots=self,
             **self._state_arguments,
+            **image_arguments,
         )
 
         return output.logits[0]
@@ -173,6 +221,8 @@ class KVCache:
         target_indices = torch.from_numpy(target_slots).to(self.device)
         for token_table in (self.ids, self.logprobs):
             token_table[target_indices, :length] = token_table[source_indices, :length]
+        if self.rope_positions is not None:
+            self.rope_positions[:, target_indices] = self.rope_positions[:, source_indices]
 
         self.adapter_indices[target_indices] = self.adapter_indices[source_indices]
         for pool in self.kv_pools:
@@ -214,7 +264,7 @@ class KVCache:
         """Run one token through the model to learn the shapes of the layers and to see that the engine can
         serve the model. Returns the number of logits per token."""
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
-        self.model.set_attn_implementation(ATTENTION)
+        set_text_attention(self.model, ATTENTION)
 
         for module in self.model.modules():
             if isinstance(module, torch.nn.Embedding):
@@ -424,7 +474,7 @@ class Slots:
     def acquire_slot(self, session: str) -> Slot | None:
         """Return the session's own slot, a free slot, or that of an idle session; None when all are busy.
         Free slots are taken from below, which keeps the slots in use together."""
-        slot = self._slot_by_session.get(session)
+        slot = self.slot_of(session)
         if slot is None:
             idle_slots = [slot for slot in self.every_slot if not slot.is_busy]
             if not idle_slots:
@@ -444,6 +494,10 @@ class Slots:
         for index, slot in enumerate(self.every_slot):
             slot.index = index
 
+    def slot_of(self, session: str) -> Slot | None:
+        """Return the session's slot; None if the session has none, or no longer."""
+        return self._slot_by_session.get(session)
+
     def finish_turn(self, slot: Slot, held_ids: tuple[int, ...]) -> None:
         """Note that the slot's turn is over; the next turn may use the KV of these ids."""
         self._use_counter += 1
@@ -454,7 +508,7 @@ class Slots:
 
     def release_session(self, session: str) -> None:
         """Forget a session that is not busy."""
-        slot = self._slot_by_session.get(session)
+        slot = self.slot_of(session)
         if slot is not None:
             self._clear_slot(slot)
 
@@ -474,18 +528,25 @@ class PrefixSource(NamedTuple):
 
 class PrefixIndex:
     """Finds the slot that has computed the beginning of a prompt: members of a group, and prompts with the
-    same examples in front, are prefilled once and copied. The index has the last slot of each block."""
+    same examples in front, are prefilled once and copied. The index has the last slot of each block. Image
+    ids are like other ids: equal ones are equal images."""
 
     def __init__(self) -> None:
         self._slot_by_block: dict[int, Slot] = {}  # by the hash of all ids up to a block's end
         self._blocks_by_slot: dict[Slot, list[int]] = {}
 
     def enter_prompt(
-        self, slot: Slot, ids: Sequence[int], adapter_index: int, snapshot_length: int | None = None
+        self,
+        slot: Slot,
+        ids: Sequence[int],
+        prefix_ends: Sequence[int],
+        adapter_index: int,
+        snapshot_length: int | None = None,
     ) -> PrefixSource | None:
-        """Enter the prompt of `slot`. Returns the longest beginning of the prompt that another slot has with
-        the same adapter. Prefixes are found by their hashes, so the caller has to compare the ids.
-        `snapshot_length`: of a model with states only the ids up to its snapshot can be copied."""
+        """Enter the prompt of `slot`, whose blocks end at `prefix_ends`. Returns the longest beginning of the
+        prompt that another slot has with the same adapter. Prefixes are found by their hashes, so the caller
+        has to compare the ids. `snapshot_length`: of a model with states only the ids up to its snapshot can
+        be copied."""
         for block_hash in self._blocks_by_slot.pop(slot, ()):
             if self._slot_by_block.get(block_hash) is slot:
                 del self._slot_by_block[block_hash]
@@ -493,9 +554,10 @@ class PrefixIndex:
         source = None
         block_hashes = []
         prefix_hash = adapter_index
-        # Without the last id, which is computed in any case, for its logits.
-        for end in range(PREFIX_BLOCK, len(ids), PREFIX_BLOCK):
-            prefix_hash = hash((prefix_hash, tuple(ids[end - PREFIX_BLOCK : end])))
+        block_start = 0
+        for end in prefix_ends:
+            prefix_hash = hash((prefix_hash, tuple(ids[block_start:end])))
+            block_start = end
             if snapshot_length is None or end == snapshot_length:
                 block_hashes.append(prefix_hash)
             if prefix_hash in self._slot_by_block:
