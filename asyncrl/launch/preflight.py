@@ -150,6 +150,7 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
 
     held_out_text = f", {len(run_data.test)} held out" if run_data.test is not None else ""
     yield ok(f"{len(run_data.train)} samples{held_out_text}")
+    yield from map(ok, run_data.image_lines)
     yield from map(warning, run_data.warnings)
 
 
@@ -216,7 +217,12 @@ def check_template(inputs: Inputs) -> Iterator[Note]:
     tools, the first prompt and the replies to a turn; or the conversations to be learned."""
     from asyncrl.algorithms.recipe import imitates
     from asyncrl.engines.sglang.server import vocabulary_size_of
-    from asyncrl.episodes.parts import check_chat, check_demonstrations, check_token_ids
+    from asyncrl.episodes.parts import (
+        check_chat,
+        check_demonstrations,
+        check_images_written,
+        check_token_ids,
+    )
 
     parts = inputs.parts
     run_data = inputs.run_data
@@ -225,6 +231,11 @@ def check_template(inputs: Inputs) -> Iterator[Note]:
         check_token_ids(parts, "data.train", run_data.train, vocabulary_rows)
         if run_data.test is not None:
             check_token_ids(parts, "data.test", run_data.test, vocabulary_rows)
+
+        if run_data.train_images is not None:
+            check_images_written(parts, "data.train", run_data.train)
+        if run_data.test is not None and run_data.test_images is not None:
+            check_images_written(parts, "data.test", run_data.test)
 
         if not imitates(inputs.config):
             yield from map(warning, check_chat(parts, run_data.train[0].prompt))
