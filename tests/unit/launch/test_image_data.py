@@ -123,7 +123,9 @@ def test_a_changed_limit_is_named_at_a_resume(given: Given, image_model: Path) -
     given.keys |= {"resume": "auto"}
     assert len(check_data(EpisodeParts(given.config())).train) == 4
     given.keys |= {"model.max_image_tokens": 8}
-    with pytest.raises(ConfigError, match=r"the sizes of images depend on model\.max_image_tokens, which was 0 and"):
+    with pytest.raises(
+        ConfigError, match=r"the sizes of images depend on model\.max_image_tokens, which was 0 and"
+    ):
         check_data(EpisodeParts(given.config()))
 
 
