@@ -52,6 +52,15 @@ def read_messages(where: str, value: Any, images: RowImages, role: str = "user")
     )
 
 
+def marked_json(message: Message) -> dict[str, Any]:
+    """Return a message as OpenAI's JSON with IMAGE_TEXT in the place of each image: `read_messages` reads
+    the same message if the row has these images in its column."""
+    message_json = message.openai()
+    if message.images:
+        message_json["content"] = message.content.replace(IMAGE_MARK, IMAGE_TEXT)
+    return message_json
+
+
 def _messages_in_json(text: str) -> list[Any] | None:
     """Return the messages in JSON text; None for any other text, including other JSON."""
     try:

@@ -20,10 +20,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from asyncrl.commands.generate import prompt_columns
 from asyncrl.config import DataConfig
 from asyncrl.data import RowLayout, Samples, StoredImages
 from asyncrl.data import images as images_module
 from asyncrl.data.images import MAX_WAITING_IMAGES, ImagePreparer
+from asyncrl.data.rows import write_rows
 from asyncrl.data.samples import read_samples
 from asyncrl.errors import ConfigError
 from asyncrl.types import IMAGE_MARK, ImageRef, Message, Sample, ToolCall, ToolReply, readable_content
@@ -381,6 +383,18 @@ def test_readable_content() -> None:
     assert readable_content(message) == "a [image 640x480] b[image 640x480]"
     assert readable_content(ToolReply(ToolCall("f", "{}"), IMAGE_MARK, images=(image,))) == "[image 640x480]"
     assert readable_content(Message("user", f"a {IMAGE_MARK}")) == f"a {IMAGE_MARK}"
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_what_generate_writes_is_read_again(tmp_path: Path, suffix: str) -> None:
+    rows = [marked([RED]), {"prompt": "a <image> tag", "images": None}, marked([BLUE])]
+    split = Split(write_parquet(tmp_path / "a.parquet", rows))
+    written = tmp_path / f"b.{suffix}"
+    write_rows(written, [prompt_columns(sample, split.images) for sample in split.samples])
+    again = Split(written)
+    assert [sample.prompt for sample in again.samples] == [sample.prompt for sample in split.samples]
+    assert again.files(again.samples[2].prompt[0]) == [BLUE]
+    assert list(prompt_columns(split.samples[1], None)) == ["prompt"]
 
 
 @pytest.mark.full
