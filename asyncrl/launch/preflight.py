@@ -150,7 +150,6 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
 
     held_out_text = f", {len(run_data.test)} held out" if run_data.test is not None else ""
     yield ok(f"{len(run_data.train)} samples{held_out_text}")
-    yield from map(ok, run_data.image_lines)
     yield from map(warning, run_data.warnings)
 
 
@@ -158,6 +157,12 @@ def load_data(inputs: Inputs) -> Iterator[Note]:
 def show_truths(inputs: Inputs) -> Iterator[Note]:
     """Describe how the rewards read the first ground truths."""
     yield from map(ok, inputs.run_data.truth_lines)
+
+
+@preflight_check("data's images", requires=("data",))
+def show_images(inputs: Inputs) -> Iterator[Note]:
+    """Describe how many images the data have, how they were changed, and how many tokens they have."""
+    yield from map(ok, inputs.run_data.image_lines)
 
 
 @preflight_check("tasks", requires=("data",))

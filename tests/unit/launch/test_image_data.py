@@ -17,6 +17,8 @@ from asyncrl.data.storage import images_path
 from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import ConfigError
 from asyncrl.launch.data import check_data
+from asyncrl.launch.inputs import Inputs
+from asyncrl.launch.preflight import show_images
 from asyncrl.launch.run_directory import run_directory
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import ImageRef, Message, Sample
@@ -67,6 +69,10 @@ def test_images_are_saved_beside_the_samples(given: Given, image_model: Path) ->
     assert run_data.image_lines == [
         "data.train: 3 different images (1 scaled); tokens per image: 4 to 64, median 4"
     ]
+
+    inputs = Inputs(given.config())
+    vars(inputs)["run_data"] = run_data
+    assert [note.text for note in show_images(inputs)] == run_data.image_lines
 
     run_dir = given.runs / "x"
     run_data.save_samples(run_dir)
