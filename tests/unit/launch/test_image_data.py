@@ -99,6 +99,18 @@ def test_image_tokens_count_as_prompt_tokens(given: Given, image_model: Path) ->
     assert run_data.train[4].prompt[0].images[0].height == 128
 
 
+def test_short_texts_with_many_images_are_measured(given: Given, image_model: Path) -> None:
+    """Though the text alone, with the references to the images, could not have so many tokens."""
+    file = base64.b64encode(image_file(256, 256, "red")).decode()  # 64 tokens
+    rows = [
+        *rows_with_images(64, 64, 64, 64),
+        {"prompt": "<image>" * 20, "images": [file] * 20, "ground_truth": 1},
+    ]
+    keys = {"data.filter_overlong": True, "rollout.max_tokens": 1116, "rollout.max_new_tokens": 16}
+    run_data = check_data(read_images(given, image_model, rows, **keys))
+    assert len(run_data.train) == 4 and "1 prompt has more than 1100 tokens" in run_data.warnings[0]
+
+
 def test_a_limit_of_tokens_that_engines_would_undo_is_refused(given: Given, image_model: Path) -> None:
     parts = read_images(given, image_model, rows_with_images(64), **{"model.max_image_tokens": 7})
     with pytest.raises(ConfigError, match=r"model\.max_image_tokens=7 is too small .* set at least 8"):
