@@ -200,6 +200,16 @@ class ToolReply(msgspec.Struct, frozen=True):
         return self.error is not None and not self.refused and not self.declined
 
 
+def readable_content(message: Message | ToolReply) -> str:
+    """Return the content as people read it, with [image WIDTHxHEIGHT] in the place of each image."""
+    if not message.images:
+        return message.content
+
+    first_text, *texts = message.content.split(IMAGE_MARK)
+    images = zip(message.images, texts, strict=True)
+    return first_text + "".join(f"[image {image.width}x{image.height}]{text}" for image, text in images)
+
+
 class Observation(msgspec.Struct, frozen=True):
     """The reply of an environment, or of a simulated user, to a turn of the model. `reward` is the reward of
     that turn; `done`: the episode ends, and the messages are not used."""

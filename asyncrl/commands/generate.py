@@ -16,7 +16,9 @@ import msgspec
 
 from asyncrl.commands.eval import argument_parser, check_order, evaluate, resolve_target, unknown_keys
 from asyncrl.config import read_config
+from asyncrl.data.messages import marked_json
 from asyncrl.data.rows import write_rows
+from asyncrl.data.storage import StoredImages
 from asyncrl.errors import ConfigError
 from asyncrl.observe.held_out import SAMPLED, JudgedEpisode
 from asyncrl.types import Sample
@@ -32,7 +34,8 @@ All rows of the data are used, or only the first N with `samples=N`; with `episo
 K times. A row of the file has data_source, prompt (messages), ground_truth (text, or JSON), and lists with
 one entry per episode: responses (the text of the last turn), conversations (all messages, as JSON), rewards,
 stop_reasons, and tokens (the number of tokens that the model wrote). An episode that failed in every attempt
-has no response and no reward. After a crash, run the same command again to continue.
+has no response and no reward. `<image>` in a prompt stands for the next of the column images, which is there
+if the data have images. After a crash, run the same command again to continue.
 OVERRIDES work as in asyncrl train; asyncrl eval --help explains MODEL."""
 
 OUT_PREFIX = "out="
@@ -76,14 +79,27 @@ def _take_out_path(options: argparse.Namespace) -> Path:
     return path
 
 
+def prompt_columns(sample: Sample, images: StoredImages | None) -> dict[str, Any]:
+    """Return the columns `prompt` and, if the data have images, `images`, which `read_question` reads
+    again."""
+    columns: dict[str, Any] = {"prompt": [marked_json(message) for message in sample.prompt]}
+    if images is not None:
+        files = [images.file_of(image.digest) for message in sample.prompt for image in message.images]
+        # Without images `<image>` in the prompt is text.
+        columns["images"] = [{"bytes": file, "path": None} for file in files] or None
+    return columns
+
+
 def _answer_rows(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Yield one row per sample, in the order of the samples."""
+    from asyncrl.data import open_images
     from asyncrl.episodes.parts import EpisodeParts
     from asyncrl.episodes.recorded import evaluated, judged_turns, reward_input
     from asyncrl.store.reader import RunReader
 
     parts = EpisodeParts(read_config(run_dir))
     samples, episodes = evaluated(run_dir)
+    images = open_images(run_dir, "test")
 
     def episode_entry(judged: JudgedEpisode, sample: Sample) -> Sequence[Any]:
         if judged.result is None or judged.stats is None:
@@ -112,7 +128,7 @@ def _answer_rows(run_dir: Path) -> Iterator[dict[str, Any]]:
             ground_truth = sample.ground_truth
             yield {
                 "data_source": sample.data_source,
-                "prompt": [message.openai() for message in sample.prompt],
+                **prompt_columns(sample, images),
                 "ground_truth": ground_truth if isinstance(ground_truth, str) else sample.ground_truth_json,
                 **dict(zip(COLUMNS, map(list, zip(*entries, strict=True)), strict=True)),
             }

@@ -50,6 +50,8 @@ class ModelConfig(Section, frozen=True):
     contain this template."""
     template_args: Options = {}
     """Arguments for the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
+    max_image_tokens: Count = 0
+    """Scale images down to this many tokens; 0: the limit of the model's image processor."""
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
     """Compute type of the trainer, also used for frozen weights, published weights and the embedded engine.
     Trained weights and the optimizer are float32. auto: bfloat16 on a GPU (assumed on Ray, unless `device`

@@ -2,4 +2,4 @@
 
 from asyncrl.data.order import EpochOrder
 from asyncrl.data.samples import RowLayout, load_samples
-from asyncrl.data.storage import Samples, check_same_data, samples_path
+from asyncrl.data.storage import Samples, StoredImages, check_same_data, open_images, samples_path

@@ -17,7 +17,7 @@ from asyncrl.values import encodable, is_deeper
 
 SAMPLE_PARTS = (
     *("prompt", "ground_truth", "data_source", "ability", "reward_model", "extra_info"),
-    *("messages", "response", "tools"),
+    *("messages", "response", "tools", "images"),
 )
 EXTRA_PREFIX = "extra_info."
 BINARY_DATA = "binary data that is not UTF-8 text"

@@ -7,15 +7,19 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.data.images import RowImages, image_in_part
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.types import Message, ToolCall
+from asyncrl.types import IMAGE_MARK, ImageRef, Message, ToolCall
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+IMAGE_TEXT = "<image>"  # stands for the next image of the row's column
+IMAGE_TYPES = ("image", "image_url")
+NO_IMAGE = "\ufffd"  # replaces an IMAGE_MARK in the text of the data, which stands for no image
 
 
-def read_messages(where: str, value: Any, role: str = "user") -> tuple[Message, ...]:
+def read_messages(where: str, value: Any, images: RowImages, role: str = "user") -> tuple[Message, ...]:
     """Read a list of {role, content, …}, which may be JSON text, or plain text as one message of `role`.
-    ConfigError begins with `where`."""
+    `images`: of the row. ConfigError begins with `where`."""
     if isinstance(value, str):
         value = _messages_in_json(value) or [{"role": role, "content": value}]
 
@@ -26,9 +30,17 @@ def read_messages(where: str, value: Any, role: str = "user") -> tuple[Message, 
         )
 
     try:
-        messages = [_read_message(where, dict(item)) for item in value]
+        messages = [_read_message(where, dict(item), images) for item in value]
     except (TypeError, ValueError, RecursionError) as error:  # of dict(), json and msgspec
         raise ConfigError(f"{where} must contain messages {{role, content, …}} ({one_line(error)})") from None
+
+    if any(message.images for message in messages):
+        messages = [
+            message
+            if message.images
+            else msgspec.structs.replace(message, content=message.content.replace(IMAGE_MARK, NO_IMAGE))
+            for message in messages
+        ]
 
     # Some templates write the tool's name with a reply: the answered call has the name.
     names = {call.id: call.name for message in messages for call in message.tool_calls if call.id}
@@ -38,6 +50,15 @@ def read_messages(where: str, value: Any, role: str = "user") -> tuple[Message, 
         else message
         for message in messages
     )
+
+
+def marked_json(message: Message) -> dict[str, Any]:
+    """Return a message as OpenAI's JSON with IMAGE_TEXT in the place of each image: `read_messages` reads
+    the same message if the row has these images in its column."""
+    message_json = message.openai()
+    if message.images:
+        message_json["content"] = message.content.replace(IMAGE_MARK, IMAGE_TEXT)
+    return message_json
 
 
 def _messages_in_json(text: str) -> list[Any] | None:
@@ -53,9 +74,8 @@ def _messages_in_json(text: str) -> list[Any] | None:
     return messages if is_messages else None
 
 
-def _read_message(where: str, fields: dict[str, Any]) -> Message:
-    # A nested parquet column gives every message all keys of any message, None where absent.
-    fields = {key: value for key, value in fields.items() if value is not None}
+def _read_message(where: str, fields: dict[str, Any], images: RowImages) -> Message:
+    fields = _without_nulls(fields)
     if "role" not in fields:
         keys = ", ".join(map(str, fields))
         raise ConfigError(f"{where} has a message with the keys {keys}; a message needs role and content")
@@ -65,23 +85,54 @@ def _read_message(where: str, fields: dict[str, Any]) -> Message:
         raise ConfigError(f"{where} has a message with the role {role!r}; use one of {', '.join(ROLES)}")
 
     content = fields.get("content", "")
-    if isinstance(content, list):
-        unsupported_parts = [
-            part for part in content if not isinstance(part, dict) or part.get("type", "text") != "text"
-        ]
-        if unsupported_parts:
-            part = unsupported_parts[0]
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ConfigError(f"{where} has content of type {kind}; only text is supported")
-
-        content = "".join(str(part.get("text", "")) for part in content)
+    message_images: list[ImageRef] = []
+    if isinstance(content, str | list):
+        content, message_images = _read_content(where, content, images)
 
     fields |= {"role": "system" if role == "developer" else role, "content": content}
+    fields["images"] = message_images
     fields["tool_calls"] = [_read_tool_call(where, call) for call in fields.get("tool_calls", [])]
     fields["tool_call_id"] = str(fields.get("tool_call_id", ""))
     fields.setdefault("reasoning", fields.pop("reasoning_content", ""))
 
     return msgspec.convert(fields, Message)
+
+
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """Leave out keys without a value: a nested parquet column gives every message, and every part, all keys
+    of any."""
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _read_content(where: str, content: str | list[Any], images: RowImages) -> tuple[str, list[ImageRef]]:
+    """Return the text of content, with an IMAGE_MARK in the place of each image, and the images."""
+    texts = [""]  # around the images: one more than images
+    content_images: list[ImageRef] = []
+    for part in [content] if isinstance(content, str) else content:
+        fields = {"type": "text", "text": part} if isinstance(part, str) else part
+        kind = fields.get("type", "text") if isinstance(fields, dict) else type(part).__name__
+
+        if isinstance(fields, dict) and kind in IMAGE_TYPES:
+            image = image_in_part(_without_nulls(fields))
+            if image is None and not images.has_column:
+                raise ConfigError(
+                    f"{where} has a part of type image without an image, and the row has no images column; "
+                    "add the image to the part, or the column to the row"
+                )
+            content_images.append(images.take_next() if image is None else images.add(where, image))
+            texts.append("")
+        elif isinstance(fields, dict) and kind == "text":
+            text = str(fields.get("text", ""))
+            first_text, *following_texts = text.split(IMAGE_TEXT) if images.has_column else [text]
+            texts[-1] += first_text
+            texts += following_texts
+            content_images += [images.take_next() for _ in following_texts]
+        else:
+            raise ConfigError(f"{where} has content of type {kind}; only text and images are supported")
+
+    if content_images:
+        texts = [text.replace(IMAGE_MARK, NO_IMAGE) for text in texts]
+    return IMAGE_MARK.join(texts), content_images
 
 
 def _read_tool_call(where: str, call: Any) -> ToolCall:

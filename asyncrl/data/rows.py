@@ -17,7 +17,8 @@ import msgspec
 from asyncrl.errors import ConfigError, one_line
 
 Row = dict[str, Any]
-BATCH_ROWS = 1024  # rows of a parquet file decoded at once
+BATCH_ROWS = 1024  # rows of a parquet file decoded at once; fewer if they would have more than BATCH_BYTES
+BATCH_BYTES = 64 << 20
 UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 TOO_DEEP = "a value is nested too deeply"
 
@@ -56,7 +57,12 @@ def _read_parquet(path: Path) -> Iterator[Any]:
             converters = [(field.name, _converter(field.type)) for field in file.schema_arrow]
             converted_columns = [(name, convert) for name, convert in converters if convert]
 
-            for batch in file.iter_batches(BATCH_ROWS):
+            byte_count = sum(
+                file.metadata.row_group(index).total_byte_size for index in range(file.num_row_groups)
+            )
+            mean_row_bytes = byte_count / max(1, file.metadata.num_rows)
+            batch_rows = min(BATCH_ROWS, int(BATCH_BYTES / max(1, mean_row_bytes)))
+            for batch in file.iter_batches(max(1, batch_rows)):
                 for row in batch.to_pylist():
                     yield row | {name: convert(row[name]) for name, convert in converted_columns}
     except pyarrow.ArrowException as error:

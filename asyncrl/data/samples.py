@@ -12,13 +12,13 @@ import msgspec
 
 from asyncrl.config import DataConfig
 from asyncrl.data.columns import as_json, as_object, as_text, rename_columns
+from asyncrl.data.images import ImagePreparer, RowImages
 from asyncrl.data.messages import read_messages
 from asyncrl.data.rows import Row
 from asyncrl.data.sources import RowOrigin, read_source
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message, Sample
 
-MEDIA_COLUMNS = ("images", "videos")
 MAX_SAMPLE_BYTES = 16 << 20  # bytes; a reward in a process is sent the sample with its episode, within 64 MiB
 
 
@@ -44,14 +44,29 @@ def read_samples(
     split: str,
     layout: RowLayout,
     count_row: Callable[[Row, bool], Row] = lambda row, is_demonstration: row,
+    preparer: ImagePreparer | None = None,
 ) -> Iterator[Sample]:
     """Read the samples of one source, in order, each with its number in the file. ConfigError for bad rows.
-    `count_row` is called with every row, and True for a demonstration.
+    `count_row` is called with every row, and True for a demonstration. `preparer`: of images; None: rows with
+    images are refused.
 
     A prompt has the columns `prompt`, `ground_truth` or `reward_model`, and optional columns. A demonstration
     has `messages`, or `prompt` and `response`, of which only the response is learned; the sample's `prompt`
     holds all messages, and `extra_info.tool_schemas` the column `tools`.
     """
+    samples = _read_rows(config, path, split, layout, count_row, preparer)
+    return preparer.with_final_images(samples) if preparer else samples
+
+
+def _read_rows(
+    config: DataConfig,
+    path: str,
+    split: str,
+    layout: RowLayout,
+    count_row: Callable[[Row, bool], Row],
+    preparer: ImagePreparer | None,
+) -> Iterator[Sample]:
+    """Read the samples of one source, with provisional references to images."""
     is_empty = True
     for origin, row in read_source(config, split, path):
         is_empty = False
@@ -72,15 +87,17 @@ def read_samples(
         row = rename_columns(str(origin), row, layout.columns, optional_parts)
         row = count_row(row, is_demonstration)
         if is_demonstration:
-            yield _read_demonstration(origin, row, layout)
+            yield _read_demonstration(origin, row, layout, preparer)
         else:
-            yield read_question(origin, row, layout)
+            yield read_question(origin, row, layout, preparer)
 
     if is_empty:
         raise ConfigError(f"{path}: the data set is empty; add at least one sample")
 
 
-def read_question(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:
+def read_question(
+    origin: RowOrigin, row: Row, layout: RowLayout, preparer: ImagePreparer | None = None
+) -> Sample:
     """Read a prompt to sample from. ConfigError for a bad row."""
     if "prompt" not in row:
         raise ConfigError(f"{origin}: no prompt column {_columns_hint(row, 'prompt', 'ground_truth')}")
@@ -101,7 +118,9 @@ def read_question(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:
             f"ground_truth column {_columns_hint(row, 'ground_truth')}"
         )
 
-    prompt = read_messages(f"{origin}: the prompt column", row["prompt"])
+    images = _row_images(origin, row, preparer)
+    prompt = read_messages(f"{origin}: the prompt column", row["prompt"], images)
+    images.check_marks()
     last = prompt[-1]
     if last.role == "assistant" and (last.tool_calls or not last.content.strip()):
         raise ConfigError(
@@ -113,19 +132,26 @@ def read_question(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:
     return _make_sample(origin, row, _with_system_prompt(prompt, layout), truth, _extra_info(origin, row))
 
 
-def _read_demonstration(origin: RowOrigin, row: Row, layout: RowLayout) -> Sample:
+def _read_demonstration(
+    origin: RowOrigin, row: Row, layout: RowLayout, preparer: ImagePreparer | None
+) -> Sample:
+    images = _row_images(origin, row, preparer)
     if row.get("messages") is not None:
         prompt: tuple[Message, ...] = ()
-        learned_messages = read_messages(f"{origin}: the messages column", row["messages"])
+        learned_messages = read_messages(f"{origin}: the messages column", row["messages"], images)
     elif row.get("prompt") is not None and row.get("response") is not None:
-        prompt = _with_system_prompt(read_messages(f"{origin}: the prompt column", row["prompt"]), layout)
-        learned_messages = read_messages(f"{origin}: the response column", row["response"], role="assistant")
+        prompt = read_messages(f"{origin}: the prompt column", row["prompt"], images)
+        prompt = _with_system_prompt(prompt, layout)
+        learned_messages = read_messages(
+            f"{origin}: the response column", row["response"], images, role="assistant"
+        )
     else:
         raise ConfigError(
             f"{origin}: no messages column, and no prompt and response columns "
             f"{_columns_hint(row, 'messages')}"
         )
 
+    images.check_marks()
     if all(message.role != "assistant" for message in learned_messages):
         raise ConfigError(f"{origin}: no assistant message, so there is nothing to imitate")
 
@@ -139,6 +165,20 @@ def _read_demonstration(origin: RowOrigin, row: Row, layout: RowLayout) -> Sampl
     messages = (*prompt, *learned_messages) if prompt else _with_system_prompt(learned_messages, layout)
     sample = _make_sample(origin, row, messages, _ground_truth(origin, row), extra_info)
     return msgspec.structs.replace(sample, given=len(prompt))
+
+
+def _row_images(origin: RowOrigin, row: Row, preparer: ImagePreparer | None) -> RowImages:
+    """Return the images of a row, whose column may be a list, the same list as JSON text, or one image."""
+    column = row.get("images")
+    if isinstance(column, str) and column.lstrip().startswith("["):
+        with ConfigError.instead_of(
+            ValueError, RecursionError, text=f"{origin}: the images column contains text that is not JSON"
+        ):
+            column = json.loads(column)
+
+    if column is not None and not isinstance(column, list):
+        column = [column]
+    return RowImages(origin, column, preparer)
 
 
 def _with_system_prompt(messages: tuple[Message, ...], layout: RowLayout) -> tuple[Message, ...]:
@@ -161,9 +201,10 @@ def _extra_info(origin: RowOrigin, row: Row) -> dict[str, Any]:
 def _make_sample(
     origin: RowOrigin, row: Row, prompt: tuple[Message, ...], truth: Any, extra: dict[str, Any]
 ) -> Sample:
-    if media := next((name for name in MEDIA_COLUMNS if row.get(name)), ""):
+    if row.get("videos"):
         raise ConfigError(
-            f"{origin}: the {media} column is not empty; only text is supported, so remove the column"
+            f"{origin}: the videos column is not empty; only text and images are supported, so remove the "
+            "column"
         )
 
     sample = Sample(

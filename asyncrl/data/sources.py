@@ -16,6 +16,7 @@ from asyncrl.errors import ConfigError, describe, users_code
 from asyncrl.registry import Call, load_object, make_plugin, name_and_options
 
 HUB_PREFIX = "hf:"
+MEDIA_BATCH_ROWS = 16  # rows with images of a hub data set that are in memory at once
 NO_MORE_ROWS = object()  # stands for the row after the last one
 DATASET_CALL = Call("a class or function that takes the path", ("path",), makes=True)
 
@@ -30,6 +31,12 @@ class RowOrigin(NamedTuple):
     def source(self) -> str:
         """Return the data source of a row without one: the file's name without suffix, or the data set's."""
         return Path(self.name).stem if Path(self.name).suffix in READERS else self.name
+
+    @property
+    def directory(self) -> Path:
+        """Return the directory of the row's file, from which relative paths lead."""
+        path = Path(self.name)
+        return path if path.is_dir() else path.parent
 
     def __str__(self) -> str:
         return f"{self.name}, sample {self.number}"
@@ -104,7 +111,13 @@ def load_split(name: str, config: str, split: str, hint: str, revision: str = ""
 
         dataset = datasets.load_dataset(name, config or None, split=split, revision=revision or None)
 
-    yield from dataset
+    features = getattr(dataset, "features", None) or {}
+    if any(map(datasets.features.features.require_decoding, features.values())):
+        # Images stay files, as rows of files have them: {bytes, path}.
+        for batch in dataset.with_format("arrow").iter(MEDIA_BATCH_ROWS):
+            yield from batch.to_pylist()
+    else:
+        yield from dataset
 
 
 def _read_users_dataset(plugin: Plugin, path: str) -> Iterator[tuple[RowOrigin, Row]]:

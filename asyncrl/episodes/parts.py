@@ -31,6 +31,7 @@ from asyncrl.observe.files import first_day
 from asyncrl.rewards import load_rewards, select_shapings
 from asyncrl.tools import Toolbox, load_tools
 from asyncrl.types import Message, Sample
+from asyncrl.vision.image_ids import largest_token_id
 from asyncrl.vision.layout import ImageLayout, read_image_layout
 from asyncrl.weights.model_files import read_json
 
@@ -107,8 +108,18 @@ class EpisodeParts:
             return None
 
     def require_images(self) -> ImageLayout:
-        """Return how the model reads images. ConfigError says why it does not."""
-        return read_image_layout(self.config.model.path)
+        """Return how the model reads images, at most `model.max_image_tokens` ids each. ConfigError says why
+        it does not."""
+        layout = read_image_layout(self.config.model.path)
+        max_ids = self.config.model.max_image_tokens
+        if not max_ids:
+            return layout
+        if max_ids < layout.smallest_limit:
+            raise ConfigError(
+                f"model.max_image_tokens={max_ids} is too small for {self.config.model.path}, whose "
+                f"processor would enlarge the images again; set at least {layout.smallest_limit}"
+            )
+        return layout.with_max_ids(max_ids)
 
     @cached_property
     def chat(self) -> Chat:
@@ -235,13 +246,23 @@ def check_token_ids(parts: EpisodeParts, key: str, samples: Sequence[Sample], em
         if sample is not samples[0] and not written_by_text:
             continue
 
-        highest_id = max(_rendered_ids(parts, sample), default=0)
+        highest_id = largest_token_id(tuple(_rendered_ids(parts, sample)))
         if highest_id >= embedding_rows:
             token = next(token for token, token_id in missing_tokens.items() if token_id == highest_id)
             raise ConfigError(
                 f"{key}, sample {sample.row}: the prompt contains the token {token!r} ({highest_id}), but "
                 f"{advice}, or remove the token from the prompt or the chat template"
             )
+
+
+def check_images_written(parts: EpisodeParts, key: str, samples: Sequence[Sample]) -> None:
+    """Render the first sample with images as the run will. ConfigError if the chat template does not write
+    its images."""
+    for sample in samples:
+        if any(message.images for message in sample.prompt):
+            with ConfigError.instead_of(ConfigError, text=f"{key}, sample {sample.row}"):
+                _rendered_ids(parts, sample)
+            return
 
 
 def _rendered_ids(parts: EpisodeParts, sample: Sample) -> Iterable[int]:

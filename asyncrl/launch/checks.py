@@ -95,6 +95,7 @@ PLAN_CHECKS = (  # a dry run prints these
     preflight.describe_packing,
     preflight.describe_cluster,
     preflight.show_truths,
+    preflight.show_images,
     preflight.check_sample,
     preflight.estimate,
 )

@@ -15,10 +15,12 @@ from asyncrl.config import RunConfig
 from asyncrl.conversation.commands import Fail
 from asyncrl.conversation.demonstration import demonstration_turns
 from asyncrl.conversation.turns import rows_of
-from asyncrl.data import EpochOrder, RowLayout, Samples, check_same_data, samples_path
+from asyncrl.data import EpochOrder, RowLayout, Samples, StoredImages, check_same_data, samples_path
 from asyncrl.data.columns import IgnoredSettings, check_columns
+from asyncrl.data.images import ImagePreparer
 from asyncrl.data.samples import read_samples
 from asyncrl.data.sources import source_paths
+from asyncrl.data.storage import images_path
 from asyncrl.data.tasks import UNNAMED_TESTS, check_task, task_of
 from asyncrl.errors import ConfigError
 from asyncrl.launch.run_directory import describe_changes, stored_meta
@@ -26,6 +28,7 @@ from asyncrl.launch.truths import TESTS_REWARD, describe_truths
 from asyncrl.registry import missing_column_advice
 from asyncrl.tools import ToolError, check_sample_tools
 from asyncrl.types import Sample
+from asyncrl.vision.layout import ImageLayout
 
 if TYPE_CHECKING:
     from asyncrl.episodes.parts import EpisodeParts
@@ -37,23 +40,45 @@ FILTER_KEYS = (
     *("rollout.max_tokens", "rollout.max_new_tokens", "rollout.tools", "rollout.tool_args"),
     *("rollout.history", "rollout.max_reply_tokens"),
 )
+IMAGE_KEYS = ("model.max_image_tokens",)  # Keys that, beside the model, decide the sizes of images.
+
+
+class PreparedSplit(NamedTuple):
+    """The samples of `train` or `test` in a file without a name, their images in another (None: there are
+    none), and lines for people: warnings, and the number and sizes of the images."""
+
+    samples: Samples
+    images: StoredImages | None
+    warnings: list[str]
+    image_lines: list[str]
 
 
 class RunData(NamedTuple):
     """The samples of a run, in files without names, and warnings about the samples. `truth_lines`: lines that
-    show how the rewards read ground truths."""
+    show how the rewards read ground truths; `image_lines`: lines about images."""
 
     train: Samples
     test: Samples | None
     warnings: list[str]
     truth_lines: Sequence[str] = ()
+    image_lines: Sequence[str] = ()
+    train_images: StoredImages | None = None
+    test_images: StoredImages | None = None
 
     def save_samples(self, run_dir: Path) -> None:
-        """Save the samples where the coordinator finds them. Raises ConfigError if writing fails."""
+        """Save samples and images where the coordinator finds them. Raises ConfigError if writing fails."""
+        files: dict[Path, Samples | StoredImages | None] = {
+            samples_path(run_dir, "train"): self.train,
+            samples_path(run_dir, "test"): self.test,
+            images_path(run_dir, "train"): self.train_images,
+            images_path(run_dir, "test"): self.test_images,
+        }
         try:
-            self.train.save(samples_path(run_dir, "train"))
-            if self.test is not None:
-                self.test.save(samples_path(run_dir, "test"))
+            for path, mapped_file in files.items():
+                if mapped_file is not None:
+                    mapped_file.save(path)
+                else:
+                    path.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"{run_dir}: not enough space for the samples ({error}); set run_dir=…"
@@ -66,24 +91,37 @@ def check_data(parts: EpisodeParts) -> RunData:
     config = parts.config
     check_columns(config.data.columns)
 
-    test, test_warnings = _check_split(parts, "test") if config.data.test else (None, [])
-    train, train_warnings = (test, []) if test and not config.total_steps else _check_split(parts, "train")
+    test = _check_split(parts, "test") if config.data.test else None
+    train = test if test and not config.total_steps else _check_split(parts, "train")
+    splits = [train] if test is None or test is train else [train, test]
 
-    if len(train) < config.buffer.groups_per_batch:
+    if len(train.samples) < config.buffer.groups_per_batch:
         raise ConfigError(
-            f"data.train: too few samples ({len(train)}) for one batch; lower buffer.groups_per_batch "
-            f"({config.buffer.groups_per_batch}), or add samples"
+            f"data.train: too few samples ({len(train.samples)}) for one batch; lower "
+            f"buffer.groups_per_batch ({config.buffer.groups_per_batch}), or add samples"
         )
 
-    filter_changes = describe_changes(config, FILTER_KEYS) if config.data.filter_overlong else []
-    check_same_data(train, stored_meta(config, "data"), "; ".join(filter_changes))
-    EpochOrder(train, config.data, config.seed)(0)
+    changes: list[str] = []
+    if config.data.filter_overlong and (filter_changes := describe_changes(config, FILTER_KEYS)):
+        changes.append(f"data.filter_overlong depends on {'; '.join(filter_changes)}")
+    if train.images is not None and (size_changes := describe_changes(config, IMAGE_KEYS)):
+        changes.append(f"the sizes of images depend on {'; '.join(size_changes)}")
+    check_same_data(train.samples, stored_meta(config, "data"), "; ".join(changes))
+    EpochOrder(train.samples, config.data, config.seed)(0)
 
-    truth_lines, _ = describe_truths(parts.reward.rewards, train)
-    return RunData(train, test, train_warnings + test_warnings, truth_lines)
+    truth_lines, _ = describe_truths(parts.reward.rewards, train.samples)
+    return RunData(
+        train=train.samples,
+        test=test.samples if test else None,
+        warnings=[line for prepared in splits for line in prepared.warnings],
+        truth_lines=truth_lines,
+        image_lines=[line for prepared in splits for line in prepared.image_lines],
+        train_images=train.images,
+        test_images=test.images if test else None,
+    )
 
 
-def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
+def _check_split(parts: EpisodeParts, split: str) -> PreparedSplit:
     from asyncrl.algorithms.recipe import imitates  # The import takes a second
 
     config = parts.config
@@ -94,7 +132,9 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
     demonstrations = imitates(config) and (split == "train" or None)
     layout = RowLayout(config.data.columns, config.data.system_prompt, truth_reader, demonstrations)
 
-    samples, warnings = prepare_samples(config, split, layout, prompt_budgets(parts))
+    prepared = prepare_samples(config, split, layout, prompt_budgets(parts), parts.require_images)
+    samples = prepared.samples
+    warnings = list(prepared.warnings)
     _, truth_warnings = describe_truths(parts.reward.rewards, samples)
     warnings += [f"data.{split}: {line}" for line in truth_warnings]
 
@@ -112,7 +152,7 @@ def _check_split(parts: EpisodeParts, split: str) -> tuple[Samples, list[str]]:
             )
         warnings += [f"data.{split}: {line}; ignored" for line in ignored_lines]
 
-    return samples, warnings
+    return prepared._replace(warnings=warnings)
 
 
 def _check_reward_columns(parts: EpisodeParts, split: str, samples: Samples) -> None:
@@ -133,10 +173,14 @@ def _check_reward_columns(parts: EpisodeParts, split: str, samples: Samples) -> 
 
 
 def prepare_samples(
-    config: RunConfig, split: str, layout: RowLayout, budgets: PromptBudgets
-) -> tuple[Samples, list[str]]:
-    """Read the samples of `train` or `test` into a file without a name, and return warnings. Raises
-    ConfigError for any fault of the data."""
+    config: RunConfig,
+    split: str,
+    layout: RowLayout,
+    budgets: PromptBudgets,
+    find_image_layout: Callable[[], ImageLayout],
+) -> PreparedSplit:
+    """Read the samples of `train` or `test`, and prepare their images. `find_image_layout`: see
+    `ImagePreparer`. Raises ConfigError for any fault of the data."""
     data_key = f"data.{split}"
     filter_overlong = config.data.filter_overlong
     ignored_settings = IgnoredSettings()
@@ -145,15 +189,21 @@ def prepare_samples(
         budget = budgets.demonstrations if sample.demonstration else budgets.prompts
         return budget is None or budget.keeps_sample(sample, filter_overlong)
 
-    sample_iterators = (
-        read_samples(config.data, path, split, layout, ignored_settings.count_row)
-        for path in source_paths(config.data, split)
-    )
-    fitting_samples = (filter(sample_fits, samples) for samples in sample_iterators)
-
     try:
-        with tempfile.TemporaryFile() as file:
-            samples = Samples.write(file, fitting_samples)
+        with (
+            tempfile.TemporaryFile() as samples_file,
+            tempfile.TemporaryFile() as images_file,
+            ImagePreparer(images_file, find_image_layout) as preparer,
+        ):
+            sample_iterators = (
+                read_samples(config.data, path, split, layout, ignored_settings.count_row, preparer)
+                for path in source_paths(config.data, split)
+            )
+            samples = Samples.write(
+                samples_file, (filter(sample_fits, samples) for samples in sample_iterators)
+            )
+            images = preparer.finish()
+
         used_budgets = filter(None, (budgets.demonstrations, budgets.prompts))
         budget_lines = [line for budget in used_budgets for line in budget.report_lines(filter_overlong)]
     except ConfigError as error:
@@ -164,9 +214,14 @@ def prepare_samples(
             f"{data_key}: not enough space for the samples in {temporary_directory} ({error}); set TMPDIR"
         ) from error
 
-    return samples, [
-        f"{data_key}: {line}" for line in (*budget_lines, *ignored_settings.unmet_requests(config))
-    ]
+    warnings = [*budget_lines, *ignored_settings.unmet_requests(config)]
+    image_text = preparer.summary.describe()
+    return PreparedSplit(
+        samples,
+        images,
+        warnings=[f"{data_key}: {line}" for line in warnings],
+        image_lines=[f"{data_key}: {image_text}"] if image_text else [],
+    )
 
 
 def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
@@ -215,7 +270,8 @@ def _check_tasks(parts: EpisodeParts, samples: Samples) -> list[str]:
 class PromptBudget:
     """Counts how many samples of one kind have at most `limit` tokens.
 
-    `count_tokens` counts the tokens of a sample as the model reads the sample, with its tools.
+    `count_tokens` counts the tokens of a sample as the model reads the sample, with its tools;
+    `count_image_tokens` those of the sample's images alone.
     `count_fixed_tokens` gives an upper bound of the tokens that template and tools add to the text of any
     sample, found with one sample. `limit_meaning` explains the limit, `overlong_fate` what happens to longer
     samples.
@@ -225,6 +281,7 @@ class PromptBudget:
     limit: int
     count_tokens: Callable[[Sample], int]
     count_fixed_tokens: Callable[[Sample], int]
+    count_image_tokens: Callable[[Sample], int] = lambda sample: 0
     limit_meaning: str = ""
     overlong_fate: str = "these episodes will fail"
     fitting_count: int = 0
@@ -244,8 +301,9 @@ class PromptBudget:
         text_bytes = len(
             msgspec.msgpack.encode((sample.prompt, sample.extra_info_json if sample.demonstration else ""))
         )
+        most_tokens = text_bytes + self.count_image_tokens(sample) + self._fixed_tokens
         token_count = 0
-        if text_bytes + MESSAGE_OVERHEAD_TOKENS * len(sample.prompt) + self._fixed_tokens > self.limit:
+        if most_tokens + MESSAGE_OVERHEAD_TOKENS * len(sample.prompt) > self.limit:
             token_count = self.count_tokens(sample)
             self.measured_count += 1
 
@@ -340,6 +398,13 @@ def prompt_budgets(parts: EpisodeParts) -> PromptBudgets:
         # A Fail is reported by a later check.
         return 0 if isinstance(turns, Fail) else max(map(len, rows_of(turns)))
 
+    def image_tokens(sample: Sample) -> int:
+        images = [image for message in sample.prompt for image in message.images]
+        if not images:
+            return 0
+        image_layout = parts.require_images()
+        return sum(image_layout.run_length(image.height, image.width) for image in images)
+
     def shown_prompt_tokens(sample: Sample) -> int:
         """Return the tokens of the messages before the first answer, with all tools."""
         opening_messages = tuple(takewhile(lambda message: message.role != "assistant", sample.prompt))
@@ -347,7 +412,9 @@ def prompt_budgets(parts: EpisodeParts) -> PromptBudgets:
             msgspec.structs.replace(sample, prompt=opening_messages or sample.prompt, extra_info_json="{}")
         )
 
-    conversations = PromptBudget("conversation", rollout.max_tokens, conversation_tokens, shown_prompt_tokens)
+    conversations = PromptBudget(
+        "conversation", rollout.max_tokens, conversation_tokens, shown_prompt_tokens, image_tokens
+    )
     if rollout.agent:
         return PromptBudgets(demonstrations=conversations)
 
@@ -357,6 +424,7 @@ def prompt_budgets(parts: EpisodeParts) -> PromptBudgets:
         rollout.longest_prompt,
         prompt_tokens,
         shown_prompt_tokens,
+        image_tokens,
         limit_meaning=f", leaving fewer than {room_left} tokens for a turn (rollout.max_new_tokens)",
         overlong_fate="these episodes will be cut short or fail",
     )

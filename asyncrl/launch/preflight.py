@@ -159,6 +159,12 @@ def show_truths(inputs: Inputs) -> Iterator[Note]:
     yield from map(ok, inputs.run_data.truth_lines)
 
 
+@preflight_check("data's images", requires=("data",))
+def show_images(inputs: Inputs) -> Iterator[Note]:
+    """Describe how many images the data have, how they were changed, and how many tokens they have."""
+    yield from map(ok, inputs.run_data.image_lines)
+
+
 @preflight_check("tasks", requires=("data",))
 def check_tasks(inputs: Inputs) -> Iterator[Note]:
     """Start a sandbox in the images of some tasks."""
@@ -216,7 +222,12 @@ def check_template(inputs: Inputs) -> Iterator[Note]:
     tools, the first prompt and the replies to a turn; or the conversations to be learned."""
     from asyncrl.algorithms.recipe import imitates
     from asyncrl.engines.sglang.server import vocabulary_size_of
-    from asyncrl.episodes.parts import check_chat, check_demonstrations, check_token_ids
+    from asyncrl.episodes.parts import (
+        check_chat,
+        check_demonstrations,
+        check_images_written,
+        check_token_ids,
+    )
 
     parts = inputs.parts
     run_data = inputs.run_data
@@ -225,6 +236,11 @@ def check_template(inputs: Inputs) -> Iterator[Note]:
         check_token_ids(parts, "data.train", run_data.train, vocabulary_rows)
         if run_data.test is not None:
             check_token_ids(parts, "data.test", run_data.test, vocabulary_rows)
+
+        if run_data.train_images is not None:
+            check_images_written(parts, "data.train", run_data.train)
+        if run_data.test is not None and run_data.test_images is not None:
+            check_images_written(parts, "data.test", run_data.test)
 
         if not imitates(inputs.config):
             yield from map(warning, check_chat(parts, run_data.train[0].prompt))

@@ -96,7 +96,7 @@ def train(
             console.state.load_earlier_steps(run_dir)
         if changed_keys:
             console.print_note(f"resuming with changed keys: {changed_keys}")
-        for line in run_data.truth_lines:
+        for line in (*run_data.truth_lines, *run_data.image_lines):
             console.print_note(line)
         for warning in warnings:
             console.print_note(f"warning: {warning}")

@@ -22,7 +22,7 @@ from asyncrl.store.copies import Copies
 from asyncrl.store.reader import COVERED_TO, IMAGE_KIND, FrameKey, RunReader, image_kind
 from asyncrl.store.schema import DATABASE, SupersededError, store_error, take_over
 from asyncrl.store.segments import FrameLocation, SegmentReader, SegmentWriter, fsync
-from asyncrl.types import NO_STEP, Sample, ToolReply
+from asyncrl.types import NO_STEP, Sample, ToolReply, readable_content
 from asyncrl.values import shorten_to_line
 
 EPISODE_TABLES = ("episodes", "answers", "calls", "frames")  # tables with rows by uid
@@ -98,7 +98,7 @@ class RunStore:
     def put_question(self, group: int, sample: Sample) -> None:
         """Store the texts of a group's sample, for lists; `group`: as in the row of an episode."""
         question = next(
-            (message.content for message in reversed(sample.prompt) if message.role == "user"), ""
+            (readable_content(message) for message in reversed(sample.prompt) if message.role == "user"), ""
         )
         truth = sample.ground_truth_json
         with suppress(*UNDECODABLE):  # most are JSON texts

@@ -35,6 +35,7 @@ from asyncrl.attention_rules import (
     scales_by_index,
     unknown_arguments,
 )
+from asyncrl.model_class import set_text_attention
 from asyncrl.state_layers import Convolve, Recurrence, StateLayout, hand_over_state_layers
 from asyncrl.trainer.forest_states import ForestStates
 from asyncrl.trainer.prefix_tree import Forest

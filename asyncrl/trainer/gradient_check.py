@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.config import Packing
 from asyncrl.errors import one_line
-from asyncrl.model_class import text_part
+from asyncrl.model_class import set_text_attention, text_part
 from asyncrl.shrunk import (
     IGNORED_SETTINGS,
     LOGPROB_TOLERANCE,
@@ -27,7 +27,7 @@ from asyncrl.shrunk import (
     is_passing_error,
 )
 from asyncrl.state_layers import has_state
-from asyncrl.trainer.attention import set_text_attention, text_attention, use_forest_attention
+from asyncrl.trainer.attention import text_attention, use_forest_attention
 from asyncrl.trainer.scores import Scores, Selected
 from asyncrl.trainer.world import World
 from asyncrl.user_cache import code_versions, keep_result, read_result

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from asyncrl.config import Packing
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.attention import set_text_attention, text_attention, use_forest_attention
+from asyncrl.model_class import set_text_attention
+from asyncrl.trainer.attention import text_attention, use_forest_attention
 from asyncrl.trainer.gradient_check import cached_gradient_check, sharing_problem, transformer_of
 from asyncrl.trainer.model import Policy, shared_architecture_problems
 from asyncrl.trainer.world import World

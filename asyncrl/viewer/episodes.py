@@ -27,16 +27,19 @@ from asyncrl.observe.held_out import UID_START
 from asyncrl.observe.transcripts import read_ratios
 from asyncrl.registry import name_and_options
 from asyncrl.store.reader import RunReader
-from asyncrl.types import NO_STEP, Observation, Turn, start_version
+from asyncrl.types import NO_STEP, Message, Observation, ToolReply, Turn, readable_content, start_version
+from asyncrl.vision.image_ids import find_runs
 
 MAX_LOG_RATIO = 20.0  # nats
+IMAGE_TEXT = "[image]"  # in the text of a row of tokens
 SEARCH_SECONDS = 1.0  # time limit for reading transcripts in a search
 MAX_MATCHES = 500  # episodes of a search
 Decode = Callable[[Sequence[int]], str]
 
 
 def load_decoder(model: str) -> Decode:
-    """Return a function that decodes ids with the tokenizer of a model directory. Raises ConfigError."""
+    """Return a function that decodes ids with the tokenizer of a model directory; an image becomes
+    IMAGE_TEXT. Raises ConfigError."""
     from tokenizers import Tokenizer  # load_tokenizer has compared the run's tokenizer with this library's
 
     path = Path(model) / "tokenizer.json"
@@ -48,7 +51,16 @@ def load_decoder(model: str) -> Decode:
             f"{path}: no usable tokenizer ({one_line(error)}); restore the model's tokenizer files"
         ) from error
 
-    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+    def decode(ids: Sequence[int]) -> str:
+        texts: list[str] = []
+        text_start = 0
+        for run in find_runs(ids):
+            texts.append(tokenizer.decode(list(ids[text_start : run.start]), skip_special_tokens=False))
+            text_start = run.end
+        texts.append(tokenizer.decode(list(ids[text_start:]), skip_special_tokens=False))
+        return IMAGE_TEXT.join(texts)
+
+    return decode
 
 
 def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
@@ -90,8 +102,8 @@ def _written_texts(turns: Sequence[Turn], decode: Decode | None) -> Iterator[str
         if decode is not None:
             yield decode(turn.generation.ids)
         for reply in turn.replies:
-            yield f"{reply.call.name} {reply.call.arguments}\n{reply.content}\n{reply.error or ''}"
-        yield from (message.content for message in (turn.observation or Observation()).messages)
+            yield f"{reply.call.name} {reply.call.arguments}\n{readable_content(reply)}\n{reply.error or ''}"
+        yield from (readable_content(message) for message in (turn.observation or Observation()).messages)
 
 
 def masked_fraction(reader: RunReader, episode_row: Mapping[str, Any], max_staleness: int) -> float | None:
@@ -209,6 +221,18 @@ def _turn_answers(
             "lags": lags,
             "stale": stale_mask(lags, max_staleness),
             **{name: values[turn_slice] for name, values in token_values.items()},
-            "replies": msgspec.to_builtins(turn.replies),
-            "observation": msgspec.to_builtins(turn.observation),
+            "replies": [_readable_json(reply) for reply in turn.replies],
+            "observation": _observation_json(turn.observation),
         }
+
+
+def _readable_json(message: Message | ToolReply) -> dict[str, Any]:
+    message_json: dict[str, Any] = msgspec.to_builtins(message)
+    return message_json | {"content": readable_content(message)}
+
+
+def _observation_json(observation: Observation | None) -> dict[str, Any] | None:
+    if observation is None:
+        return None
+    observation_json: dict[str, Any] = msgspec.to_builtins(observation)
+    return observation_json | {"messages": [_readable_json(message) for message in observation.messages]}

@@ -32,7 +32,7 @@ DEEP_MODES = ("I", "F")  # modes of more than 8 bits per channel begin with thes
 
 
 class ImageError(AsyncrlError):
-    """An image cannot be read, or is not of a kind that models read."""
+    """An image cannot be read, or is not of a kind that models read. The text says what to do."""
 
 
 class StoredImage(NamedTuple):
@@ -57,7 +57,9 @@ def is_image_file(file: bytes) -> bool:
 def prepare_image(file: bytes, layout: ImageLayout) -> StoredImage:
     """Prepare an image file for a model. ImageError says what is wrong with the file."""
     if len(file) > MAX_FILE_BYTES:
-        raise ImageError(f"the image file has {len(file):,} bytes, at most {MAX_FILE_BYTES:,} are possible")
+        raise ImageError(
+            f"the image file has {len(file):,} bytes, at most {MAX_FILE_BYTES:,} are possible; scale it down"
+        )
 
     if file.startswith(PNG_START) and file[BIT_DEPTH_OFFSET : BIT_DEPTH_OFFSET + 1] == b"\x10":
         raise ImageError("the image has 16 bits per channel; convert it to 8 bits")
@@ -75,9 +77,11 @@ def prepare_image(file: bytes, layout: ImageLayout) -> StoredImage:
     except PIL.Image.DecompressionBombError:
         raise ImageError("the image has too many pixels; scale it down") from None
     except PIL.UnidentifiedImageError:
-        raise ImageError("the bytes are not an image file that Pillow can read") from None
+        raise ImageError(
+            "the bytes are not an image file that Pillow can read; write a PNG or JPEG file"
+        ) from None
     except Exception as error:  # decoders of Pillow raise errors of many types for damaged files
-        raise ImageError(f"the image file is damaged ({one_line(error)})") from error
+        raise ImageError(f"the image file is damaged ({one_line(error)}); write the file again") from error
 
 
 def prepare_decoded(image: Any, layout: ImageLayout) -> StoredImage:
@@ -86,19 +90,22 @@ def prepare_decoded(image: Any, layout: ImageLayout) -> StoredImage:
         _check_kind(image)
         return _prepare_decoded(image, layout, file=None)
     except (OSError, ValueError, SyntaxError, MemoryError) as error:
-        raise ImageError(f"the image is damaged ({one_line(error)})") from error
+        raise ImageError(f"the image is damaged ({one_line(error)}); load the image again") from error
 
 
 def _check_kind(image: Any) -> None:
     """Raise ImageError for an image that is too large, moves, or has more than 8 bits per channel."""
     if max(image.size) > MAX_SIDE:
         raise ImageError(
-            f"the image has {image.width} x {image.height} pixels, at most {MAX_SIDE} on a side are possible"
+            f"the image has {image.width} x {image.height} pixels, at most {MAX_SIDE} on a side are "
+            "possible; scale it down"
         )
     if min(image.size) < 1:
-        raise ImageError("the image has no pixels")
+        raise ImageError("the image has no pixels; write another image")
     if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # MPO: a photo with a preview beside it
-        raise ImageError(f"the image has {image.n_frames} frames, but only still images are possible")
+        raise ImageError(
+            f"the image has {image.n_frames} frames, but only still images are possible; choose one frame"
+        )
     if image.mode.startswith(DEEP_MODES):
         raise ImageError(f"the image has more than 8 bits per channel (mode {image.mode}); convert it to RGB")
 
@@ -124,7 +131,7 @@ def _prepare_decoded(image: Any, layout: ImageLayout, file: bytes | None) -> Sto
     try:
         height, width = layout.final_size(image.height, image.width)
     except ValueError as error:
-        raise ImageError(f"the image has {image.width} x {image.height} pixels: {error}") from None
+        raise ImageError(f"the image has {image.width} x {image.height} pixels: {error}; crop it") from None
     if (height, width) != (image.height, image.width):
         image = image.resize((width, height), PIL.Image.Resampling.BICUBIC)
         changes.append("scaled")

@@ -84,12 +84,17 @@ class ImageLayout(msgspec.Struct, frozen=True):
         """Return the side of a merged patch, in pixels."""
         return self.patch_size * self.merge_size
 
+    @property
+    def smallest_limit(self) -> int:
+        """Return the smallest argument of `with_max_ids`. Scaled sides are rounded down, to half the ids at
+        worst, and an image of less than `min_pixels` would be scaled up again by engines."""
+        return 2 * math.ceil(self.min_pixels / (self.limit_scale * self.factor**2))
+
     def with_max_ids(self, max_ids: int) -> ImageLayout:
-        """Return the layout that scales larger images down to at most `max_ids` ids."""
+        """Return the layout that scales larger images down to at most `max_ids` ids; very narrow images have
+        more. `max_ids`: at least `smallest_limit`."""
         max_pixels = min(self.max_pixels, self.limit_scale * max_ids * self.factor**2)
-        return msgspec.structs.replace(
-            self, max_pixels=max_pixels, min_pixels=min(self.min_pixels, max_pixels)
-        )
+        return msgspec.structs.replace(self, max_pixels=max_pixels)
 
     @property
     def limit_scale(self) -> int:

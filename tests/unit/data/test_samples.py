@@ -169,7 +169,10 @@ def test_messages_of_different_shapes(tmp_path: Path) -> None:
         ),
         ({"prompt": [{"role": "human", "content": "?"}]}, "the role 'human'; use one of system, .*tool"),
         ({"prompt": [{"role": "user", "content": 3}]}, "sample 0: the prompt column must contain .*content"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "content of type image"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "a part of type image without an image",
+        ),
         ({"prompt": 3}, "sample 0: the prompt column must be"),
         ({"reward_model": {"style": "rule"}}, "sample 0: no ground truth for a reward: neither"),
         ({"reward_model": "{"}, "sample 0: the reward_model column contains text that is not JSON"),
@@ -395,8 +398,8 @@ SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "
 @pytest.mark.parametrize(
     ("columns", "complaint"),
     [
-        ({"images": ["a.png"]}, "the images column is not empty; only text"),
-        ({"videos": [{"path": "a.mp4"}]}, "the videos column is not empty; only text"),
+        ({"images": ["a.png"]}, "the texts have 0 <image> marks, but the images column has 1 images"),
+        ({"videos": [{"path": "a.mp4"}]}, "the videos column is not empty; only text and images"),
         ({"tools": [SCHEMA]}, "list the tools in rollout.tools"),
         ({"tools": json.dumps([SCHEMA])}, "list the tools in rollout.tools"),
         ({"images": [], "videos": None, "tools": "[]"}, ""),

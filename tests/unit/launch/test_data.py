@@ -21,6 +21,7 @@ from asyncrl.launch.run_directory import run_directory
 from asyncrl.launch.truths import EXAMINED_SAMPLES
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import Sample
+from asyncrl.vision.layout import ImageLayout
 from tests.fakes.checked import Given, questions
 from tests.fakes.data import rows, stored
 from tests.fakes.tasks import bare_image, task_folder
@@ -62,6 +63,10 @@ def test_a_run_knows_its_samples_and_their_order() -> None:
             check_same_data(stored(other), kept)
 
 
+def no_images() -> ImageLayout:
+    raise ConfigError("the model reads text only")
+
+
 def letters(sample: Sample) -> int:
     """A tokenizer that makes every letter a token."""
     return len(sample.prompt[0].content)
@@ -72,10 +77,10 @@ def test_the_measured_prompts_decide_where_others_are_not_measured(
 ) -> None:
     monkeypatch.setattr(data_module, "MAX_MEASURED_SAMPLES", 2)
     config = of_letters(tmp_path, 999, 900, 10)
-    samples, (line,) = prepare_samples(
-        config, "train", RowLayout(), PromptBudgets(prompts=PromptBudget("prompt", 800, letters, letters))
-    )
-    assert len(samples) == 3 and "at least 2 prompts" in line
+    budgets = PromptBudgets(prompts=PromptBudget("prompt", 800, letters, letters))
+    prepared = prepare_samples(config, "train", RowLayout(), budgets, no_images)
+    (line,) = prepared.warnings
+    assert len(prepared.samples) == 3 and "at least 2 prompts" in line
 
 
 def test_short_prompts_are_not_rendered_and_a_warning_measures_a_thousand_at_most() -> None:
@@ -102,14 +107,14 @@ def of_letters(path: Path, *lengths: int, train: Any = None) -> RunConfig:
 
 def test_a_file_may_be_named_twice(tmp_path: Path) -> None:
     twice = of_letters(tmp_path, 1, train=[str(tmp_path / "t.jsonl")] * 2)
-    assert prepare_samples(twice, "train", RowLayout(), PromptBudgets())[0].sizes == (1, 1)
+    assert prepare_samples(twice, "train", RowLayout(), PromptBudgets(), no_images).samples.sizes == (1, 1)
 
 
 def test_what_is_prepared_is_not_held_in_memory(tmp_path: Path) -> None:
     config = of_letters(tmp_path, *[4000] * 1000)  # 4 MB
     tracemalloc.start()
     try:
-        samples, _ = prepare_samples(config, "train", RowLayout(), PromptBudgets())
+        samples = prepare_samples(config, "train", RowLayout(), PromptBudgets(), no_images).samples
         assert sum(letters(sample) for sample in samples) == 4_000_000
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
@@ -134,12 +139,15 @@ def test_an_answer_that_only_calls_a_tool_is_not_empty(given: Given) -> None:
     call = {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     answers = ({"content": "x"}, {"content": " \n"}, {}, call, {"reasoning": "hm"})
     given.write({"messages": [*said, said[0], {"role": "assistant"} | answer]} for answer in answers)
-    samples, (line,) = prepare_samples(
+    prepared = prepare_samples(
         given.config(),
         "train",
         RowLayout(demonstrations=True),
         PromptBudgets(demonstrations=PromptBudget("conversation", 100, lambda _: 1, lambda _: 1)),
+        no_images,
     )
+    samples = prepared.samples
+    (line,) = prepared.warnings
     assert [sample.row for sample in samples] == [0, 1, 2] and not samples[0].prompt[-1].tool_calls
     assert line == "data.train: 2 conversations have an empty assistant message, and will be left out"
 

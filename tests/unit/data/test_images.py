@@ -1,0 +1,416 @@
+"""Images in rows: the layouts that are read, what is prepared and stored, and faults."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.commands.generate import prompt_columns
+from asyncrl.config import DataConfig
+from asyncrl.data import RowLayout, Samples, StoredImages
+from asyncrl.data import images as images_module
+from asyncrl.data.images import MAX_WAITING_IMAGES, ImagePreparer
+from asyncrl.data.rows import write_rows
+from asyncrl.data.samples import read_samples
+from asyncrl.errors import ConfigError
+from asyncrl.types import IMAGE_MARK, ImageRef, Message, Sample, ToolCall, ToolReply, readable_content
+from asyncrl.vision.files import StoredImage, image_digest, prepare_image
+from tests.fakes.image_data import LAYOUT, image_file
+from tools import make_geometry
+
+RED = image_file(color="red")
+BLUE = image_file(color="blue", kind="JPEG")
+RED_TEXT = base64.b64encode(RED).decode()
+RED_URL = f"data:image/png;base64,{RED_TEXT}"
+TEXT_PART = {"type": "text", "text": "Which colour?"}
+
+
+class Split:
+    """The samples of a file and their images."""
+
+    def __init__(self, path: Path, layout: RowLayout = RowLayout(), **keys: Any) -> None:
+        config = DataConfig(str(path), **keys)
+        with (
+            tempfile.TemporaryFile() as samples_file,
+            tempfile.TemporaryFile() as images_file,
+            ImagePreparer(images_file, lambda: LAYOUT) as preparer,
+        ):
+            rows = read_samples(config, str(path), "train", layout, preparer=preparer)
+            self.samples = Samples.write(samples_file, [rows])
+            self.images = preparer.finish()
+        self.summary = preparer.summary
+
+    def files(self, message: Message) -> list[bytes | None]:
+        assert self.images is not None
+        return [self.images.file_of(image.digest) for image in message.images]
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def marked(images: Any) -> dict[str, Any]:
+    """A row in verl's layout."""
+    return {"prompt": "<image>Which colour?", "images": images}
+
+
+def in_part(part: dict[str, Any], **columns: Any) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": [part, TEXT_PART]}], **columns}
+
+
+LAYOUTS = {
+    "dict": marked([{"bytes": RED, "path": None}]),
+    "dict_path": marked([{"bytes": None, "path": "figures/red.png"}]),
+    "bytes": marked([RED]),
+    "path": marked(["figures/red.png"]),
+    "base64": marked([RED_TEXT]),
+    "base64_bytes": marked([{"bytes": RED_TEXT}]),
+    "data_url": marked([RED_URL]),
+    "one": marked({"bytes": RED}),
+    "json": marked(json.dumps(["figures/red.png"])),
+    "openai": in_part({"type": "image_url", "image_url": {"url": RED_URL, "detail": "low"}}),
+    "openai_text": in_part({"type": "image_url", "image_url": "figures/red.png"}),
+    "hugging_face": in_part({"type": "image", "image": {"bytes": RED}}),
+    "hugging_face_path": in_part({"type": "image", "path": "figures/red.png"}),
+    "hugging_face_base64": in_part({"type": "image", "base64": RED_TEXT}),
+    "anthropic": in_part(
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": RED_TEXT}}
+    ),
+    "trl": in_part({"type": "image"}, images=[RED]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_gives_the_same_message(tmp_path: Path, name: str) -> None:
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures/red.png").write_bytes(RED)
+    split = Split(write_parquet(tmp_path / "a.parquet", [LAYOUTS[name] | {"ground_truth": "red"}]))
+    image = ImageRef(image_digest(RED), 64, 64)
+    (message,) = split.samples[0].prompt
+    assert message == Message("user", f"{IMAGE_MARK}Which colour?", images=(image,))
+    assert split.files(message) == [RED]
+
+
+def test_images_of_a_users_data_set_and_of_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets  # here: it imports pandas, and few tests need either
+
+    reader = tmp_path / "reader.py"
+    reader.write_text(
+        "import PIL.Image\n\n\ndef rows(path):\n    image = PIL.Image.new('RGB', (64, 64), 'red')\n"
+        "    yield {'prompt': '<image>?', 'images': [image]}\n"
+    )
+    users_split = Split(tmp_path, dataset=f"{reader}:rows")
+    (message,) = users_split.samples[0].prompt
+    assert PIL.Image.open(io.BytesIO(users_split.files(message)[0] or b"")).getpixel((9, 9)) == (255, 0, 0)
+
+    features = datasets.Features({"prompt": datasets.Value("string"), "images": [datasets.Image()]})
+    rows = [marked([{"bytes": BLUE, "path": None}]), marked([{"bytes": RED, "path": None}])]
+    dataset = datasets.Dataset.from_list(rows, features=features)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: dataset)
+    hub_split = Split(Path("hf:a/b"))
+    # The files as they came: a JPEG that was decoded and encoded again would be another.
+    assert [hub_split.files(sample.prompt[0]) for sample in hub_split.samples] == [[BLUE], [RED]]
+
+
+def test_geometry3k_as_verl_writes_it(tmp_path: Path) -> None:
+    rows = make_geometry.rows(random.Random(0), "train", 4)
+    split = Split(write_parquet(tmp_path / "train.parquet", rows), RowLayout(truth="math"))
+    assert [sample.ground_truth for sample in split.samples] == [row["extra_info"]["answer"] for row in rows]
+    for sample, row in zip(split.samples, rows, strict=True):
+        (message,) = sample.prompt
+        assert message.content == row["prompt"][0]["content"].replace("<image>", IMAGE_MARK)
+        stored_image = prepare_image(row["images"][0]["bytes"], LAYOUT)
+        assert message.images == (stored_image.ref,) and split.files(message) == [stored_image.file]
+
+
+def test_images_of_conversations_and_renamed_columns(tmp_path: Path) -> None:
+    response = [
+        {"role": "assistant", "content": "Crop."},
+        {"role": "tool", "content": [{"type": "image"}]},
+        {"role": "assistant", "content": "Red."},
+    ]
+    row = {
+        "prompt": "<image> and <image>?",
+        "response": json.dumps(response),
+        "pictures": [RED, BLUE, RED],
+    }
+    layout = RowLayout(columns={"images": "pictures"}, demonstrations=True)
+    split = Split(write_parquet(tmp_path / "a.parquet", [row]), layout)
+    question, _, reply, _ = split.samples[0].prompt
+    assert split.files(question) == [RED, BLUE] and split.files(reply) == [RED]
+    assert (question.content, reply.content) == (f"{IMAGE_MARK} and {IMAGE_MARK}?", IMAGE_MARK)
+
+
+def test_text_without_images_stays_as_it_is(tmp_path: Path) -> None:
+    texts = ["a <image> tag", f"an {IMAGE_MARK} in the text"]
+    split = Split(write_jsonl(tmp_path / "a.jsonl", [{"prompt": text} for text in texts]))
+    assert [sample.prompt[0].content for sample in split.samples] == texts
+    assert split.images is None and split.summary.describe() == ""
+
+
+PIECES = st.lists(
+    st.one_of(st.sampled_from([RED, BLUE]), st.text(st.characters(exclude_categories=["Cs"]), max_size=5)),
+    max_size=6,
+)
+
+
+@given(contents=st.lists(PIECES, min_size=1, max_size=3))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_texts_and_images_keep_their_order(tmp_path: Path, contents: list[list[bytes | str]]) -> None:
+    """Whatever the texts contain: marks in them stand for no image."""
+    messages = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": piece}
+                if isinstance(piece, str)
+                else {"type": "image", "base64": base64.b64encode(piece).decode()}
+                for piece in pieces
+            ],
+        }
+        for pieces in contents
+    ]
+    split = Split(write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages}]))
+    has_images = any(isinstance(piece, bytes) for pieces in contents for piece in pieces)
+    for pieces, message in zip(contents, split.samples[0].prompt, strict=True):
+        files = [piece for piece in pieces if isinstance(piece, bytes)]
+        assert not files or split.files(message) == files
+        expected_text = "".join(
+            (piece.replace(IMAGE_MARK, "\ufffd") if has_images else piece) if isinstance(piece, str) else "#"
+            for piece in pieces
+        )
+        shown_text = message.content.replace(IMAGE_MARK, "#") if has_images else message.content
+        assert shown_text == expected_text
+        assert message.content.count(IMAGE_MARK) == len(files) or not has_images
+
+
+# -- faults ------------------------------------------------------------------------------------------
+
+
+def noisy_png() -> bytes:
+    image = PIL.Image.frombytes("RGB", (64, 64), random.Random(0).randbytes(64 * 64 * 3))
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
+
+
+def animation() -> bytes:
+    file = io.BytesIO()
+    frames = [PIL.Image.new("RGB", (64, 64), color) for color in ("red", "blue", "green")]
+    frames[0].save(file, format="GIF", save_all=True, append_images=frames[1:])
+    return file.getvalue()
+
+
+FAULTS: dict[str, tuple[Any, str]] = {
+    "truncated": (lambda: noisy_png()[:-900], "the image file is damaged .*write the file again"),
+    "large": (lambda: image_file(20_000, 32), "20000 x 32 pixels, at most 16384 on a side .*scale it down"),
+    "animated": (animation, "3 frames, but only still images are possible; choose one frame"),
+    "deep": (lambda: image_file(mode="I;16", color=7), "16 bits per channel; convert it to 8 bits"),
+    "text": (lambda: b"\xff\xd8 no image", "not an image file that Pillow can read; write a PNG or JPEG"),
+    "narrow": (lambda: image_file(8_000, 10), "800 times the shorter side .*crop it"),
+    "missing": ("figures/none.png", r"figures/none\.png cannot be read \(No such file.*correct the path"),
+    "directory": (".", "cannot be read .Is a directory"),
+    "http": ("https://a.b/c.png", "https://a.b/c.png is not fetched over the network; download the file"),
+    "host": ("file://host/c.png", "is on another host; copy the file to this machine"),
+    "url": ("data:image/png,abc", "the data: URL is not base64; write"),
+    "number": (7, "an image cannot be a value of type int; write bytes, a path"),
+    "empty": ({"bytes": None, "path": None}, "neither bytes nor a path; write bytes"),
+    "long": ("x" * 10_000, r"… cannot be read \(File name too long\)"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_bad_image_is_one_line_with_its_row(tmp_path: Path, name: str) -> None:
+    image, complaint = FAULTS[name]
+    value = image() if callable(image) else image
+    if isinstance(value, bytes):
+        value = {"bytes": base64.b64encode(value).decode()}
+    rows = [marked([{"bytes": RED_TEXT}]), {"prompt": "<image><image>?", "images": [RED_TEXT, value]}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    position = r"a\.jsonl, sample 1: image 2 of 2 in the images column: "
+    with pytest.raises(ConfigError, match=f"{position}.*{complaint}.*, or remove the row$") as caught:
+        Split(path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_a_bad_image_in_a_message_names_the_column(tmp_path: Path) -> None:
+    part = {"type": "image_url", "image_url": {"url": "http://a.b/c.png"}}
+    path = write_jsonl(tmp_path / "a.jsonl", [in_part(part)])
+    with pytest.raises(ConfigError, match=r"sample 0: the prompt column: an image: http://a\.b/c\.png is"):
+        Split(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        (marked([RED_TEXT, RED_TEXT]), "the texts have 1 <image> marks, but the images column has 2 images"),
+        (marked([]), "the texts have 1 <image> marks, but the images column has 0 images"),
+        ({"prompt": "?", "images": [RED_TEXT]}, "0 <image> marks, but the images column has 1 images"),
+        (in_part({"type": "image"}), "a part of type image without an image, and the row has no images"),
+        (in_part({"type": "video", "video": "a.mp4"}), "content of type video; only text and images"),
+        (marked("[1"), "the images column contains text that is not JSON"),
+    ],
+)
+def test_marks_and_images_must_match(tmp_path: Path, row: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"a\.jsonl, sample 0: .*{complaint}"):
+        Split(write_jsonl(tmp_path / "a.jsonl", [row]))
+
+
+def test_an_image_without_a_model_is_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [marked([RED_TEXT])])
+    with pytest.raises(ConfigError, match=r"image 1 of 1 in the images column cannot be read here"):
+        list(read_samples(DataConfig(str(path)), str(path), "train", RowLayout()))
+
+
+# -- preparing ---------------------------------------------------------------------------------------
+
+
+def test_the_same_data_give_the_same_digests(tmp_path: Path) -> None:
+    rows = [marked([image_file(100 + index, 90, color)]) for index, color in enumerate(("red", "blue"))]
+    path = write_parquet(tmp_path / "a.parquet", rows)
+    first, second = Split(path), Split(path)
+    assert first.samples.fingerprint == second.samples.fingerprint
+    assert (
+        first.images is not None and second.images is not None and list(first.images) == list(second.images)
+    )
+
+    other_path = write_parquet(tmp_path / "b.parquet", [rows[0], marked([image_file(101, 90, "green")])])
+    assert Split(other_path).samples.fingerprint != first.samples.fingerprint
+
+
+def test_an_image_is_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared_files: list[bytes] = []
+
+    def prepare(file: bytes, layout: Any) -> StoredImage:
+        prepared_files.append(file)
+        return prepare_image(file, layout)
+
+    monkeypatch.setattr(images_module, "prepare_image", prepare)
+    (tmp_path / "red.png").write_bytes(RED)
+    rows = [marked([RED_URL]), marked([RED_TEXT]), marked(["red.png"]), marked(["red.png"])] * 3
+    split = Split(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert prepared_files == [RED, RED]  # once as bytes, once by its path
+    assert split.images is not None and list(split.images) == [image_digest(RED)]
+    assert len({sample.prompt for sample in split.samples}) == 1
+
+
+def test_the_summary_counts_changes_and_tokens(tmp_path: Path) -> None:
+    files = [
+        RED,
+        image_file(100, 100, "red"),  # 96 x 96
+        image_file(1000, 1000, "red"),  # 256 x 256
+        image_file(mode="RGBA", color=(255, 0, 0, 9)),
+        image_file(mode="L", color=9),
+    ]
+    split = Split(write_parquet(tmp_path / "a.parquet", [marked([file]) for file in files]))
+    assert split.summary.describe() == (
+        "5 different images (1 converted to RGB, 1 laid on white, 2 scaled); tokens per image: 4 to 64, "
+        "median 4"
+    )
+
+
+def test_rows_keep_their_order_and_few_images_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first image is finished last, and reading stops meanwhile."""
+    read_count = 0
+    first_may_end = threading.Event()
+
+    def prepare(image: bytes, layout: Any) -> StoredImage:
+        if image == b"0" and not first_may_end.wait(60):
+            raise AssertionError("reading did not stop")
+        return StoredImage(ImageRef(image_digest(image), 64, 64), image)
+
+    def samples(preparer: ImagePreparer) -> Iterable[Sample]:
+        nonlocal read_count
+        for read_count in range(4 * MAX_WAITING_IMAGES):
+            image = preparer.submit("", str(read_count).encode())
+            yield Sample(read_count, "", (Message("user", IMAGE_MARK, images=(image,)),), "1")
+
+    monkeypatch.setattr(images_module, "_prepare", prepare)
+    with tempfile.TemporaryFile() as file, ImagePreparer(file, lambda: LAYOUT) as preparer:
+        reading = preparer.with_final_images(samples(preparer))
+        rows: list[int] = []
+        reader = threading.Thread(target=lambda: rows.extend(sample.row for sample in reading))
+        reader.start()
+        deadline = time.monotonic() + 60
+        while read_count < MAX_WAITING_IMAGES and time.monotonic() < deadline:
+            reader.join(0.001)
+        reader.join(0.05)
+        assert read_count == MAX_WAITING_IMAGES and not rows
+        first_may_end.set()
+        reader.join(60)
+    assert rows == list(range(4 * MAX_WAITING_IMAGES))
+
+
+def test_a_file_of_images_is_read_by_digest(tmp_path: Path) -> None:
+    split = Split(write_parquet(tmp_path / "a.parquet", [marked([RED]), marked([BLUE])]))
+    assert split.images is not None
+    split.images.save(path := tmp_path / "train.images")
+    images = StoredImages.open(path)
+    assert (images.file_of(image_digest(RED)), images.file_of("0" * 29), len(images)) == (RED, None, 2)
+
+    whole_file = path.read_bytes()
+    damages: list[Callable[[], bytes]] = [lambda: b"", lambda: whole_file[:-9], lambda: whole_file[9:]]
+    for damage in damages:
+        path.write_bytes(damage())
+        with pytest.raises(ConfigError, match=r"train\.images: not readable"):
+            StoredImages.open(path)
+
+
+def test_readable_content() -> None:
+    image = ImageRef("0" * 29, 480, 640)
+    message = Message("user", f"a {IMAGE_MARK} b{IMAGE_MARK}", images=(image, image))
+    assert readable_content(message) == "a [image 640x480] b[image 640x480]"
+    assert readable_content(ToolReply(ToolCall("f", "{}"), IMAGE_MARK, images=(image,))) == "[image 640x480]"
+    assert readable_content(Message("user", f"a {IMAGE_MARK}")) == f"a {IMAGE_MARK}"
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_what_generate_writes_is_read_again(tmp_path: Path, suffix: str) -> None:
+    rows = [marked([RED]), {"prompt": "a <image> tag", "images": None}, marked([BLUE])]
+    split = Split(write_parquet(tmp_path / "a.parquet", rows))
+    written = tmp_path / f"b.{suffix}"
+    write_rows(written, [prompt_columns(sample, split.images) for sample in split.samples])
+    again = Split(written)
+    assert [sample.prompt for sample in again.samples] == [sample.prompt for sample in split.samples]
+    assert again.files(again.samples[2].prompt[0]) == [BLUE]
+    assert list(prompt_columns(split.samples[1], None)) == ["prompt"]
+
+
+@pytest.mark.full
+def test_two_thousand_images(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    rows = [
+        marked([image_file(rng.randint(70, 200), rng.randint(70, 200), f"#{index:06x}")])
+        for index in range(2000)
+    ]
+    path = write_parquet(tmp_path / "a.parquet", rows)
+    start = time.monotonic()
+    cpu_start = time.process_time()
+    split = Split(path)
+    print(
+        f"2,000 images: {time.monotonic() - start:.1f} s, {time.process_time() - cpu_start:.1f} s of CPU time"
+    )
+    assert split.images is not None and len(split.images) == 2000
+    for sample, row in zip(split.samples, rows, strict=True):
+        assert split.files(sample.prompt[0]) == [prepare_image(row["images"][0], LAYOUT).file]
