@@ -119,6 +119,8 @@ def test_a_template_that_rewrites_begins_a_row() -> None:
 
 
 class CountingChat(FakeChat):
+    """Lists the kinds of texts that were rendered."""
+
     def __init__(self, rewrites: tuple[str, ...] = ()) -> None:
         super().__init__(rewrites)
         self.rendered: list[str] = []
@@ -127,16 +129,11 @@ class CountingChat(FakeChat):
         self.rendered.append("prompt")
         return super().prompt_ids(messages, tools)
 
-    def delta_ids(
-        self,
-        messages: tuple[Message, ...],
-        after: int,
-        history: tuple[Message, ...] = (),
-        tools: tuple[str, ...] = (),
-    ) -> tuple[int, ...] | None:
-        delta_ids = super().delta_ids(messages, after, history, tools)
-        self.rendered += ["delta"] * (delta_ids is not None)
-        return delta_ids
+    def delta_after_end(self, messages: tuple[Message, ...]) -> tuple[int, ...] | None:
+        delta = super().delta_after_end(messages)
+        if delta is not None:
+            self.rendered.append("delta")
+        return delta
 
     def text_ids(self, text: str, beginning: bool) -> tuple[int, ...]:
         self.rendered += ["text"] * len(text)
