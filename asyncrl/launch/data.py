@@ -66,8 +66,16 @@ def check_data(parts: EpisodeParts) -> RunData:
     config = parts.config
     check_columns(config.data.columns)
 
-    test, test_warnings = _check_split(parts, "test") if config.data.test else (None, [])
-    train, train_warnings = (test, []) if test and not config.total_steps else _check_split(parts, "train")
+    test: Samples | None = None
+    test_warnings: list[str] = []
+    if config.data.test:
+        test, test_warnings = _check_split(parts, "test")
+
+    train_warnings: list[str] = []
+    if test and not config.total_steps:
+        train = test
+    else:
+        train, train_warnings = _check_split(parts, "train")
 
     if len(train) < config.buffer.groups_per_batch:
         raise ConfigError(
