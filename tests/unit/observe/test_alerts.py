@@ -244,8 +244,8 @@ def test_a_solved_run_is_distinguished_from_a_stuck_one(
 
 
 def test_where_most_is_solved_nothing_to_learn_is_no_more_than_an_advice() -> None:
-    (found,) = find_alerts(run({"critic/zero_advantage_frac": 0.95}, 0.85), status(), KEYS)
-    assert (found.name, found.level) == ("nothing to learn", "advice")
+    (alerts,) = find_alerts(run({"critic/zero_advantage_frac": 0.95}, 0.85), status(), KEYS)
+    assert (alerts.name, alerts.level) == ("nothing to learn", "advice")
 
 
 def test_since_when_a_run_is_solved() -> None:
