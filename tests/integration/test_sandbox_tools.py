@@ -320,7 +320,7 @@ def test_last_block_is_linear(unit: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted", "same"),
+    ("answer_text", "wanted", "same"),
     [
         ("1 2 \n3\n\n", "1 2\n3", True),
         ("1\n2", "1 2", False),
@@ -340,7 +340,7 @@ def test_same_text(answer_text: str, wanted: str, same: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted", "same"),
+    ("answer_value", "wanted", "same"),
     [
         (1, 1, True),
         (1, 1.0, True),
