@@ -274,7 +274,8 @@ def test_a_shipped_template(name: str, request: pytest.FixtureRequest) -> None:
     if BEHAVIOUR[name] != "refused":
         counts = sum((play(name, seed) for seed in range(6)), Counter[str]())
         assert counts["turns"]
-        if BEHAVIOUR[name][0] == "appends" and chat_of(name).written_call():
+        after_replies, _, parser_name = BEHAVIOUR[name]
+        if after_replies == "appends" and parser_name and chat_of(name).written_call():
             assert counts["calls"]
 
 
