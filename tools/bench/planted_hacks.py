@@ -28,17 +28,18 @@ HACKS = ("keyword", "length", "grader_timeout", "paid_calls")  # functions in ga
 
 def alerts_by_step(run_dir: Path) -> list[Alert]:
     """Find the alerts of a run as the coordinator does, after every row: each alert when it first has its
-    level."""
+    level and its advice."""
     keys = dict(leaves(launches_of(run_dir)[-1].config))
-    seen: set[tuple[str, str]] = set()
+    seen: set[tuple[str, str, str]] = set()
     first_alerts: list[Alert] = []
     recent_rows: Sequence[metric.Row] = []
 
     for row in rows(run_dir):
         recent_rows = rows_for_rules([*recent_rows, row])
         for alert in find_alerts(recent_rows, {}, keys):
-            if (alert.name, alert.level) not in seen:
-                seen.add((alert.name, alert.level))
+            identity = (alert.name, alert.level, alert.do)
+            if identity not in seen:
+                seen.add(identity)
                 first_alerts.append(alert)
 
     return first_alerts
