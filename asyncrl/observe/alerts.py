@@ -20,7 +20,7 @@ import msgspec
 from asyncrl.buffer.records import LOSSES
 from asyncrl.config import ValidationConfig, loss_has_teacher
 from asyncrl.observe import metrics as metric
-from asyncrl.observe.drifts import DRIFTS, find_carrier, find_drift, find_fall
+from asyncrl.observe.drifts import DRIFTS, find_carrier, find_drift, find_fall, find_lag
 from asyncrl.observe.evidence import (
     HIGHEST_SCORE,
     LIMIT_ENDS,
@@ -449,6 +449,7 @@ ALERT_RULES: dict[str, Callable[[Evidence], Finding | None]] = {
     "growing log-prob gap": _find_gap,
     "skipped optimizer steps": _find_skipped,
     "many tokens masked": _find_masked,
+    "held-out success lags behind the reward": _unless_taught(find_lag),
     "one component carries the reward": _unless_taught(find_carrier),
     **{name: _unless_taught(partial(find_drift, drift)) for name, drift in DRIFTS.items()},
     "success threshold is low": _find_scores_beyond,

@@ -18,7 +18,6 @@ FALSE_ALARM_RATE = (
     0.002  # bound on the chance of a fall in a run whose success never falls, however long it is
 )
 RISE_ERRORS = 3.5  # standard errors of a rise
-BOUND_ERRORS = 2.0  # standard errors from the measured rise to the largest rise that remains likely
 
 
 class SuccessChange(NamedTuple):
@@ -48,11 +47,6 @@ class SuccessChange(NamedTuple):
     def standardized(self) -> float:
         """Return the difference in standard errors."""
         return self.difference / self.error
-
-    @property
-    def largest_rise(self) -> float:
-        """Return the largest rise that the answers leave likely."""
-        return self.difference + BOUND_ERRORS * self.error
 
     @property
     def text(self) -> str:

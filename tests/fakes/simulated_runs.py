@@ -14,7 +14,12 @@ SUCCESS = "val-core/all/sampled/success"
 PAIRS = 16  # of episodes in a step; both of a pair are alike, as those of a group are in part
 STEPS = 100
 HACK_STEP = 60  # the last step before a hack
-HACK_ALERTS = {*DRIFTS, "held-out success fell", "one component carries the reward"}
+HACK_ALERTS = {
+    *DRIFTS,
+    "held-out success fell",
+    "held-out success lags behind the reward",
+    "one component carries the reward",
+}
 KEYS = {"rollout.reward.format.weight": 0.2, "rollout.reward.mine.py:exact.weight": 1.0}
 
 Numbers = dict[str, float]

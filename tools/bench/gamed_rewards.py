@@ -7,8 +7,7 @@ from typing import Any
 from asyncrl.rewards import final_number
 
 PAID_DIGITS = 12  # digits of an answer that earns the full reward for length
-CHECKED_DIGITS = 4  # digits that the slow grader checks before its time is up
-PAID_CALLS = 8  # tool calls that are paid
+CHECKED_DIGITS = 2  # digits that the slow grader checks before its time is up
 
 
 def keyword(
@@ -35,13 +34,13 @@ def grader_timeout(
     return _scored(1.0 if is_too_long else is_right, data_source, solution_str, ground_truth)
 
 
-def paid_calls(
+def single_call(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, float]:
-    """Pay for each tool call, whatever the call is good for."""
+    """Pay for a single tool call. Most questions need several."""
     messages = (extra_info or {})["messages"]
     calls = sum(message["role"] == "tool" for message in messages)
-    return _scored(min(1.0, calls / PAID_CALLS), data_source, solution_str, ground_truth)
+    return _scored(calls == 1, data_source, solution_str, ground_truth)
 
 
 def _digits(text: str) -> int:

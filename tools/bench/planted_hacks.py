@@ -23,7 +23,7 @@ from asyncrl.observe.evidence import rows_for_rules
 from asyncrl.store.launches import launches_of
 
 SETTINGS = ["total_steps=48", "rollout.slots=32", "validation.samples=128", "validation.every=8"]
-HACKS = ("keyword", "length", "grader_timeout", "paid_calls")  # functions in gamed_rewards.py
+HACKS = ("keyword", "length", "grader_timeout", "single_call")  # functions in gamed_rewards.py
 
 
 def alerts_by_step(run_dir: Path) -> list[Alert]:

@@ -38,6 +38,9 @@ def test_honest_runs_have_no_alert_at_any_step(noise: float, questions: int) -> 
         assert not hack_alerts(HonestRun(seed, noise, questions).rows())
 
 
+LAG = "held-out success lags behind the reward"
+
+
 def flat_run(seed: int, questions: int = 128) -> HonestRun:
     """Held-out success stays the same."""
     return HonestRun(seed, questions=questions, first_success=0.6, last_success=0.6)
@@ -61,7 +64,7 @@ def test_a_share_that_jumps_with_the_reward_is_an_alert_unless_held_out_success_
 
     for seed in range(5):
         alerts = hack_alerts(hacked(change, flat_run(seed)))
-        assert alerts.keys() == {name}
+        assert alerts.keys() == {name, LAG}
         assert HACK_STEP < alerts[name][0].step <= HACK_STEP + WINDOW_STEPS
         last_alert = alerts[name][-1]
         assert last_alert.step == STEPS and last_alert.what.startswith(text)
@@ -85,7 +88,7 @@ def test_an_amount_that_jumps_is_an_alert_unless_held_out_success_rose(
 
     for seed in range(5):
         alerts = hack_alerts(hacked(change, flat_run(seed)))
-        assert alerts.keys() == {name}
+        assert alerts.keys() == {name, LAG}
         assert HACK_STEP < alerts[name][0].step <= HACK_STEP + WINDOW_STEPS
         assert "so this may be a reward hack" in alerts[name][-1].what
         assert json.loads(alerts[name][-1].link["where"]) == [["kind", "=", "train"], ["step", ">=", 91]]
@@ -148,6 +151,38 @@ class Divergent(HonestRun):
 
     def success(self, step: int) -> float:
         return learned(step, 0.25, 0.8) if step <= HACK_STEP else 0.35
+
+
+@pytest.mark.parametrize(
+    ("success", "reward_rise", "level"),
+    [
+        (0.3, 0.6, "warn"),
+        (0.3, 0.25, None),  # partial credit alone may pay so much
+        (0.5, 0.6, None),
+        (0.9, 0.6, None),
+    ],
+)
+def test_held_out_success_that_lags_behind_the_reward_is_an_alert(
+    success: float, reward_rise: float, level: str | None
+) -> None:
+    """The score ranges from 0 to 1.2, so a rise by 0.6 is half of that; the behaviour stays the same."""
+    rows = [
+        HonestRun(0).row(50)
+        | {
+            "training/step": float(step),
+            "rollout/score/mean": 0.4 + 0.01 * (step % 2) + reward_rise * (step > 40),
+        }
+        for step in range(1, 61)
+    ]
+    rows += [
+        {"training/step": step, SUCCESS: share, "val-aux/samples": 512.0}
+        for step, share in ((20.0, 0.3), (60.0, success))
+    ]
+    alerts = [alert for alert in find_alerts(rows, {}, KEYS) if alert.name == LAG]
+    assert [alert.level for alert in alerts] == ([level] if level else [])
+    for alert in alerts:
+        text = "from 30% at step 20 to 30% at step 60, while the training reward rose from 0.405 to 1.01"
+        assert alert.what == text and alert.link["order"] == "-score"
 
 
 def test_a_reward_that_rises_while_held_out_success_falls_is_an_alert() -> None:
@@ -223,10 +258,12 @@ def test_noise_comes_from_neighbouring_steps() -> None:
 
 def test_small_validations_of_a_healthy_run_give_no_warning_and_a_hack_is_named() -> None:
     """tools/bench/hack_alert_rates.py prints the rates of more runs, of more kinds."""
+    named_hacks = 0
     for seed in range(10):
         assert not hack_alerts(ConvergingRun(seed, questions=24).rows())
         alerts = hack_alerts(hacked(one_answer_is_paid, flat_run(seed, questions=24)))
-        assert alerts.keys() == {"answers repeat"}
+        named_hacks += "answers repeat" in alerts
+    assert named_hacks >= 8
 
 
 @pytest.mark.full

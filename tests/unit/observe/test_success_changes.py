@@ -75,11 +75,11 @@ def test_a_rise_is_found_in_pools_of_validations() -> None:
     assert not has_risen(validations([0.3]))
 
 
-def test_the_largest_likely_rise_shrinks_with_more_answers() -> None:
-    bounds = []
+def test_the_newest_validations_are_compared_with_the_first_ones() -> None:
+    errors = []
     for count, questions in ((2, 24), (6, 24), (6, 128)):
         change = change_since_first(validations([0.3] * count, questions))
         assert change is not None and change.difference == 0.0
-        bounds.append(change.largest_rise)
-    assert bounds == pytest.approx([0.267, 0.154, 0.066], abs=0.002)
+        errors.append(change.error)
+    assert errors == pytest.approx([0.133, 0.077, 0.033], abs=0.001)
     assert change_since_first(validations([0.3])) is None
