@@ -14,9 +14,8 @@ from typing import NamedTuple
 from asyncrl.observe.evidence import HeldOutSuccess
 
 POOLED_VALIDATIONS = 3  # validations that count together at most
-FALSE_ALARM_RATE = (
-    0.002  # bound on the chance of a fall in a run whose success never falls, however long it is
-)
+# Bound on the chance that a run whose success never falls ever has a fall, however many validations it has.
+FALSE_ALARM_RATE = 0.002
 RISE_ERRORS = 3.5  # standard errors of a rise
 
 
