@@ -4,8 +4,9 @@
     python tools/bench/planted_hacks.py --runs runs/seed-0 runs/seed-1
 
 Each reward reports the right answer as `acc`, so held-out success cannot be gamed. The first command takes
-about 80 s for each reward on two CPU cores. With `--runs` nothing is trained: the alerts of these runs are
-printed, for example to show that a healthy run has none.
+about 80 s for each reward on two idle CPU cores. The model games `keyword`; under `grader_timeout` and
+`single_call` its held-out success rose, so a run without a warning is right there. With `--runs` nothing is
+trained: the alerts of these runs are printed, for example to show that a healthy run has none.
 """
 
 from __future__ import annotations
