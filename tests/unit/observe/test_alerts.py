@@ -61,7 +61,7 @@ def test_a_held_out_success_that_falls_by_more_than_chance_is_an_alert(questions
     fall_alerts = [
         alert for alert in find_alerts(run({}, None) + rows, status(), KEYS) if "fell" in alert.name
     ]
-    assert [alert.what for alert in fall_alerts] == ["from 100% at step 10 to 50% at step 20"] * fell
+    assert [alert.what for alert in fall_alerts] == ["from 95% at steps 0 to 10 to 50% at step 20"] * fell
 
 
 @pytest.mark.parametrize(
