@@ -244,7 +244,7 @@ def test_a_server_that_was_started_samples_only_after_the_probe(setup: EngineSet
     first = setup.publish(0)
     assert setup.pushed() == {A: 0, B: 0} and not versions.lacks_probe(first.version)
     setup.ack(A, first)
-    setup.ack(B, first, unproven=True)
+    setup.ack(B, first, uncompared=True)
     assert [healthy for _, healthy, _ in setup.table()] == [True, False]
     assert versions.lacks_probe(first.version) and setup.pushed() == {}
     second = setup.publish(1)
@@ -284,7 +284,7 @@ def test_samples_of_engines_are_held_and_judged_unless_the_engine_is_gone_or_to_
     assert mismatches.count == 0 and mismatches.sample_tokens == 1024
     setup.handler.judge_samples(scored(A, -500.0))
     setup.handler.judge_samples(scored(A, -500.0))  # on their way at the same time
-    assert mismatches.count == 1 and len(mismatches.due_replacements(0.0)) == 1 and not mismatches.fatal
+    assert mismatches.count == 1 and len(mismatches.replacements) == 1 and not mismatches.fatal
     assert [healthy for _, healthy, _ in setup.table()] == [False, True]
 
     # Neither a load that was under way nor a new probe gives it work again, and it is sent no version.
@@ -301,7 +301,7 @@ def test_a_server_is_compared_where_writing_takes_longer_than_a_step(setup: Engi
     first = setup.publish(0)
     assert setup.pushed() == {A: 0, B: 0}
     setup.ack(A, first)
-    setup.ack(B, first, unproven=True)
+    setup.ack(B, first, uncompared=True)
     for step in range(1, 6):
         if versions.lacks_probe(PolicyVersion(1, step)):
             versions.add_probe(Probed(PolicyVersion(1, step), Probe((step,), (-1.0,))), 1.0)
