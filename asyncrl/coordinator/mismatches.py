@@ -48,7 +48,7 @@ class SampleGap(NamedTuple):
 
 
 class StoredVerdicts(msgspec.Struct, frozen=True):
-    """What a restarted coordinator must know of the mismatches so far. The fields are those of `Mismatches`."""
+    """What a restarted coordinator must know of the mismatches so far. For the fields see `Mismatches`."""
 
     launch: str  # the verdicts concern the processes of this launch
     count: int

@@ -159,8 +159,9 @@ class Supervisor:
         any_killed = False
         for unit in self.units:
             if unit.plan.role == role and incarnation in ("", unit.incarnation):
-                any_killed = any_killed or (bool(unit.alive) and not unit.kill_reason)
-                unit.kill_reason = reason
+                if unit.alive and not unit.kill_reason:
+                    any_killed = True
+                    unit.kill_reason = reason
                 for handle in unit.alive:
                     handle.kill()
         return any_killed

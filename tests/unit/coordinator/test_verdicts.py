@@ -1,4 +1,4 @@
-"""Verdicts on engines through any order of events: the real coordinator and store, played workers and launcher.
+"""Verdicts on engines in any order of events: the real coordinator and store, played workers and launcher.
 
 The workers have embedded engines. The launcher replaces a process when it is asked to, perhaps much later.
 """
