@@ -333,5 +333,6 @@ def describe_gap(name: str, step: int, gap: ProbeGap) -> str:
     return (
         f"{name} computes a different model from the trainer: its log-probs of v{step} differ by "
         f"{gap.mean:.3g} nats on average (at most {gap.largest:.3g}) over {gap.tokens} tokens of the probe; "
-        f"rounding explains at most {gap_limit(gap.rounding):.2g}"
+        f"rounding explains at most {gap_limit(gap.rounding):.2g}; it may hold other weights, or compute in "
+        "another dtype"
     )
