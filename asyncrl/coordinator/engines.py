@@ -416,9 +416,13 @@ class EngineHandler:
             self.outbox.to_control(peer, message)
 
     def server_table(self) -> tuple[EngineEntry, ...]:
+        """Return the entries of all servers except those that are to be replaced: their running turns
+        continue on other servers."""
         serving_peers = {supervisor.peer for supervisor in self._serving_supervisors(None)}
         engines: list[EngineEntry] = []
         for supervisor in self.supervisors:
+            if supervisor.peer in self.mismatches.replacements:
+                continue
             engine = self.versions.engines[supervisor.peer]
             entry = supervisor.table_entry(
                 version=engine.acked,
