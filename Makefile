@@ -132,7 +132,7 @@ docs: $(VENV)/dev  ## docs/reference/configuration.md and the tables of docs/ref
 	$(BIN)/python tools/make_config_docs.py
 	$(BIN)/python tools/make_algorithm_docs.py
 
-pictures: $(VENV)/dev  ## docs/pictures, from a run of the demo and headless Chromium (apt-get install chromium); two minutes
+pictures: $(VENV)/dev  ## docs/pictures, from a run of the demo and headless Chromium (apt-get install chromium); 80 s on an idle machine
 	rm -rf build/pictures
 	$(BIN)/python tools/architecture_picture.py --out docs/pictures
 	$(BIN)/python tools/console_picture.py build/pictures/demo --out docs/pictures

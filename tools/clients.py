@@ -74,8 +74,9 @@ def react(prompt: str) -> str:
     """Play DSPy's ReAct: a call in text, the end of calls, and the answer from the replies."""
     if "starting with the field `[[ ## reasoning ## ]]`" in prompt:
         return fields(reasoning="I added.", answer=ANSWER)
-    name, arguments = ("finish", "{}") if "observation_0" in prompt else ("add", '{"a": 1, "b": 2}')
-    return fields(next_thought="I go on.", next_tool_name=name, next_tool_args=arguments)
+    if "observation_0" in prompt:
+        return fields(next_thought="I go on.", next_tool_name="finish", next_tool_args="{}")
+    return fields(next_thought="I go on.", next_tool_name="add", next_tool_args='{"a": 1, "b": 2}')
 
 
 def aider(prompt: str) -> str:

@@ -88,8 +88,10 @@ def _benchmark_splits(args: argparse.Namespace, benchmark: Benchmark) -> dict[st
     for name, split in splits.items():
         rows_by_split[name], left_out = benchmark_rows(benchmark, source, split, args.instruction)
         if left_out:
-            rows_text, answers_text = ("row", "its answer") if left_out == 1 else ("rows", "their answers")
-            print(f"{split}: left out {left_out} {rows_text}, because {answers_text} cannot be scored")
+            rows_and_reason = (
+                "1 row, because its answer" if left_out == 1 else f"{left_out} rows, because their answers"
+            )
+            print(f"{split}: left out {rows_and_reason} cannot be scored")
 
     if is_single:
         rng.shuffle(rows_by_split["train"])

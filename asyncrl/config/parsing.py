@@ -184,8 +184,14 @@ def _colocation_refusals(config: RunConfig) -> dict[str, bool]:
     """Return the refusals of settings that do not work with engines on the trainer's devices."""
     engine = config.engine
     weights = config.weights
-    key, count = ("servers", engine.servers) if engine.remote else ("rollout.workers", config.rollout.workers)
-    devices = count * engine.tp if engine.remote else count
+    if engine.remote:
+        key = "servers"
+        count = engine.servers
+        devices = count * engine.tp
+    else:
+        key = "rollout.workers"
+        count = config.rollout.workers
+        devices = count
 
     return {
         "engine.urls: these servers do not run on the trainer's devices; remove engine.colocated or "

@@ -164,7 +164,12 @@ def _find_shape(tokenizer: Tokenizer, format_date: Callable[[str], str], options
         parts_by_shape = {
             shape: _shown_parts(Renderer(tokenizer, shape, format_date, options)) for shape in similar_shapes
         }
-        for wanted_parts in (("calls", "replies"), ("replies",)):
+        for wanted_parts in (
+            ("calls", "replies", "errors"),
+            ("calls", "replies"),
+            ("replies", "errors"),
+            ("replies",),
+        ):
             if matching_shape := next(
                 (shape for shape, parts in parts_by_shape.items() if parts == wanted_parts), None
             ):
@@ -174,8 +179,8 @@ def _find_shape(tokenizer: Tokenizer, format_date: Callable[[str], str], options
 
 
 def _shown_parts(render: Render) -> tuple[str, ...]:
-    """Return the parts of turns with calls that the template shows: the calls (all or none) and the
-    replies."""
+    """Return the parts of turns with calls that the template shows: the calls (all or none), the replies, and
+    the errors of malformed calls. Nothing if a part is out of order."""
     try:
         text = render(_PROBE_CONVERSATION)
     except ConfigError:
@@ -190,10 +195,18 @@ def _shown_parts(render: Render) -> tuple[str, ...]:
     ):
         return ()
 
+    content_positions = [text.find(content) for content in ("asyncrl-turn", "asyncrl-later-turn")]
+    if content_positions[0] > reply_positions[0] or content_positions[1] > reply_positions[2]:
+        return ()  # Gemma 4 writes the content of a turn after the replies
+
     if "'asyncrl'" in text:  # arguments as Python writes them
         return ()
 
-    return ("calls", "replies") if all(calls_shown) else ("replies",)
+    shown_parts = ["calls"] if all(calls_shown) else []
+    shown_parts.append("replies")
+    if text.find("asyncrl-error") > reply_positions[-1]:
+        shown_parts.append("errors")
+    return tuple(shown_parts)
 
 
 _PROBE_CONVERSATION = (
@@ -211,7 +224,7 @@ _PROBE_CONVERSATION = (
     Message("tool", "asyncrl-two", tool_call_id="call_1", name="asyncrl_two"),
     Message(
         "assistant",
-        "asyncrl-turn",
+        "asyncrl-later-turn",
         (ToolCall("asyncrl_one", '{"asyncrl": "asyncrl-third"}', "call_2"),),
     ),
     Message("tool", "asyncrl-three", tool_call_id="call_2", name="asyncrl_one"),

@@ -25,7 +25,7 @@ from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.versions import EngineRecord
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.wire.messages.engine import SupervisorHeartbeat, SupervisorHello
-from asyncrl.wire.messages.shared import Loaded, Prefetch, ProbeSamples
+from asyncrl.wire.messages.shared import Loaded, LoadWeights, Prefetch, ProbeSamples
 from asyncrl.wire.messages.trainer import ScoredSamples
 from asyncrl.wire.messages.worker import EngineEntry, Engines, EngineUse
 from asyncrl.wire.sockets import role_of
@@ -35,6 +35,7 @@ LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the 
 # damaged.
 MAX_REFUSALS = 5
 TABLES_PER_SECOND = 2000  # largest rate of messages to all workers together: four a second to each of 512
+VERDICTS_KEY = "verdicts"  # key of the store's meta
 USE_COUNTERS = [field for field in EngineUse.__struct_fields__ if field != "name"]
 NO_USE = EngineUse("")
 
@@ -50,6 +51,7 @@ class EngineHandler:
         self.ledger = state.ledger
         self.fleet = state.fleet
         self.versions = state.fleet.versions
+        self.store = state.journal.store
         self.outbox = state.journal.outbox
         self.timeline = state.journal.timeline
         self._send_welcome = state.send_welcome
@@ -66,6 +68,7 @@ class EngineHandler:
         self.supervised_peers = self.supervisors, self.scorers.supervisors
 
         self.mismatches = Mismatches(state.config)
+        self._stored_verdicts = ""
         self.largest_probe_gap = 0.0  # largest difference between log-probs of an engine and of the trainer
         self.probe_mean_gap = 0.0  # mean difference, by the newest comparison
         self.probe_tokens = 0  # tokens compared so far
@@ -87,10 +90,23 @@ class EngineHandler:
     def add_engine(self, peer: bytes, name: str, up: bool = True) -> None:
         """Add an engine that reported in. The engine will be sent the newest version, whatever it holds."""
         self.versions.engines[peer] = EngineRecord(name, up)
+        self.mismatches.forget_predecessors(peer)
 
     def remove_engine(self, peer: bytes) -> None:
+        """Remove the engine of a lost process. A verdict on the process holds if the process comes back."""
         self.versions.engines.pop(peer, None)
-        self.mismatches.forget_engine(peer)
+
+    def restore_verdicts(self) -> None:
+        """Restore the verdicts of an earlier coordinator of this launch."""
+        if stored := self.store.reader.meta(VERDICTS_KEY):
+            self.mismatches.restore_verdicts(stored, self.fleet.launch)
+
+    def store_verdicts(self) -> None:
+        """Store the verdicts, if they have changed."""
+        encoded = self.mismatches.encode_verdicts(self.fleet.launch)
+        if encoded != self._stored_verdicts:
+            self._stored_verdicts = encoded
+            self.store.put_meta(VERDICTS_KEY, encoded)
 
     def quarantined(self, peer: bytes) -> bool:
         """Return True if the worker's own engine must not sample."""
@@ -150,9 +166,9 @@ class EngineHandler:
 
         engine.asleep = False
         engine.woken = True
-        engine.unproven = message.unproven
+        engine.unproven = not self.mismatches.was_compared(peer)
 
-        if message.unproven:  # sent again with the probe, for a comparison
+        if engine.unproven:  # sent again with the probe, for a comparison
             engine.resend(now)
             return
 
@@ -197,7 +213,7 @@ class EngineHandler:
 
     def note_samples(self, peer: bytes, message: ProbeSamples) -> None:
         """Hold the sequences that an engine has sampled for a test, until the trainer asks for a plan."""
-        if peer in self.versions.engines:
+        if peer in self.versions.engines and self.mismatches.may_load(peer):
             self.fleet.samples.add(peer, message, self.fleet.vocabulary)
 
     def judge_samples(self, message: ScoredSamples) -> None:
@@ -222,6 +238,17 @@ class EngineHandler:
         )
 
     @property
+    def comparison_waits(self) -> list[str]:
+        """A wait for each connected engine that gets no work because of a comparison with the trainer."""
+        waits = list[str]()
+        for peer, engine in self.versions.engines.items():
+            if not self.mismatches.may_load(peer):
+                waits.append(f"{engine.name} is to be replaced, as it differs from the trainer")
+            elif engine.unproven or not self.mismatches.may_sample(peer):
+                waits.append(f"{engine.name} is to be compared with the trainer first")
+        return waits
+
+    @property
     def awake(self) -> bool:
         """True if engines have their devices: always without shifts, else in the rollout shift."""
         return self.fleet.shifts is None or self.fleet.shifts.shift is Shift.ROLLOUT
@@ -240,6 +267,7 @@ class EngineHandler:
         engines = versions.engines
         config = self.config
         due_peers: list[bytes] = []
+        probe = versions.find_probe(versions.newest)
 
         if versions.ref is not None:
             if versions.newest > self._announced_version:
@@ -249,16 +277,15 @@ class EngineHandler:
 
             # With shifts a replaced server starts, and gets its URL, only when a version arrives.
             if self.awake or self.may_wake:
-                has_probe = versions.find_probe(versions.newest) is not None
                 due_peers = [
                     peer
                     for peer, engine in engines.items()
                     if engine.pushed < versions.newest
                     and now >= engine.send_at
-                    and (has_probe or not engine.unproven)
+                    and (probe is not None or not engine.unproven)
                     and (engine.is_up or config.shifts)
                     and (engine.quarantined or not engine.reserved_for_validation)
-                    and self.mismatches.may_sample(peer)
+                    and self.mismatches.may_load(peer)
                 ]
 
             one_by_one = config.weights.rolling and not config.adapters_apart and not config.shifts
@@ -271,7 +298,7 @@ class EngineHandler:
                 due_peers = idle_peers if is_loading else idle_peers + due_used[:1]
 
             for peer in due_peers:
-                self.outbox.to_control(peer, versions.load_message(versions.ref, "train"))
+                self.outbox.to_control(peer, LoadWeights(versions.ref, "train", probe))
                 engine = engines[peer]
                 engine.pushed = versions.newest
                 engine.pushed_at = now
@@ -389,9 +416,13 @@ class EngineHandler:
             self.outbox.to_control(peer, message)
 
     def server_table(self) -> tuple[EngineEntry, ...]:
+        """Return the entries of all servers except those that are to be replaced: their running turns
+        continue on other servers."""
         serving_peers = {supervisor.peer for supervisor in self._serving_supervisors(None)}
         engines: list[EngineEntry] = []
         for supervisor in self.supervisors:
+            if supervisor.peer in self.mismatches.replacements:
+                continue
             engine = self.versions.engines[supervisor.peer]
             entry = supervisor.table_entry(
                 version=engine.acked,

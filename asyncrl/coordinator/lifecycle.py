@@ -79,13 +79,17 @@ class Lifecycle:
 
     def advance_phase(self, now: float) -> None:
         """Enter the next phase if the present phase is over. ProtocolError if the start takes too long."""
+        trains = self.config.total_steps > 0
+
         match self.phase:
             case Phase.STARTING if (
-                self.fleet.versions.ref and self.workers.peers and not self.engines.missing_server
+                self.fleet.versions.ref
+                and self.workers.peers
+                and not self.engines.missing_server
+                and (trains or self.validation.has_probe)
             ):
                 self._enter_phase(Phase.RUNNING, now)
                 self.reporter.begin_running()
-                trains = self.config.total_steps > 0
                 self.validation.resume_session(now, training_over=trains and self._training_over())
                 if not trains:
                     self._enter_phase(Phase.EVALUATING, now)
@@ -132,6 +136,8 @@ class Lifecycle:
                 if not self.fleet.versions.ref:
                     reasons.append("the trainer has not published the first version")
                     reasons += [f"{name}: {wait}" for name, wait in self.trainer.starting_waits(now)]
+                elif not (trains or self.validation.has_probe):
+                    reasons.append("the trainer has not scored the probe")
                 if self.engines.missing_server:
                     reasons.append(f"still missing: {self.engines.missing_server}")
 

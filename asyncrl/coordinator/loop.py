@@ -130,6 +130,7 @@ class Coordinator:
             self.journal.store.put_meta("shift", "")
             self.journal.store.put_meta("launch", incarnation)
 
+        self.engines.restore_verdicts()
         self.shifts.restore_shift(time.monotonic())
         self.enrolment = EnrolmentHandler(self.state, self._gate)
         self.ledger.first_attempts.landed = self.journal.store.reader.meta("landed") == incarnation
@@ -204,6 +205,7 @@ class Coordinator:
         self._unread_messages.clear()
 
         self._drain_socket(self.control, self._on_control, now)
+        self._act_on_mismatches(now)  # before the records of an engine that was just proven wrong
         self._drain_socket(self.bulk, self._on_bulk, now)
         self._advance(now)
         self.records.queue_acks()
@@ -373,7 +375,6 @@ class Coordinator:
         self.trainer.serve_request()
         self.trainer.forget_covered()
         self._report_validations()
-        self._act_on_mismatches(now)
         self._watch_stall(now)
 
         unreachable_peers = self.journal.outbox.unreachable
@@ -448,15 +449,29 @@ class Coordinator:
         self._to_observers(message)
 
     def _act_on_mismatches(self, now: float) -> None:
-        """Replace engines that do not compute the trainer's model, or end the run with a checkpoint."""
+        """Replace engines that do not compute the trainer's model, or end the run with a checkpoint.
+
+        The episodes of a worker that is to be replaced are issued again at once, so that later records of the
+        worker do not count.
+        """
         mismatches = self.engines.mismatches
-        for peer, message, is_repeated in mismatches.due_replacements(now):
-            self._request_replacement(message)
-            if is_repeated:
-                self.journal.outbox.to_control(peer, shared.Stop(message.reason))
+        for peer, message in mismatches.replacements.items():
+            if (worker := self.workers.peers.get(peer)) is not None:
+                self.workers.lose_episodes(worker, message.reason, now)
+
+        if self.observers:  # after a restart, the launcher has not said hello yet
+            connected = self.fleet.versions.engines
+            for peer, message, is_repeated in mismatches.due_replacements(now, connected):
+                self._to_observers(message)
+                if is_repeated:
+                    self.journal.outbox.to_control(peer, shared.Stop(message.reason))
 
         if mismatches.fatal and not self.lifecycle.ending:
             self.lifecycle.abort_run(mismatches.fatal, now)
+        if not self.lifecycle.ending:
+            self.fleet.waits += self.engines.comparison_waits
+
+        self.engines.store_verdicts()
 
     def _watch_stall(self, now: float) -> None:
         """Replace silent trainer ranks of a run that has stalled, or end the run with a checkpoint.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from typing import NamedTuple
+
+import msgspec
 
 from asyncrl.algorithms.surprisal import SurprisalTest
 from asyncrl.config import RunConfig
@@ -44,11 +47,30 @@ class SampleGap(NamedTuple):
         return self.total / max(1, self.tokens)
 
 
+class StoredVerdicts(msgspec.Struct, frozen=True):
+    """What a restarted coordinator must know of the mismatches so far. For the fields see `Mismatches`."""
+
+    launch: str  # the verdicts concern the processes of this launch
+    count: int
+    fatal: str
+    problems: list[tuple[str, str, str]]  # engine, comparison and text
+    replaced: set[tuple[str, str]]
+    passed_probes: dict[str, int]
+    compared_processes: set[str]
+    replacements: dict[str, Replace]
+    suspect_places: set[str]
+
+
 class Mismatches:
     """Judges the gaps between engines and trainer, of probes and of trained tokens, and engines' samples.
 
     `count`: mismatches so far. `fatal`: why the run must stop; '' otherwise. A process that has failed gets
-    no more work (`may_sample`), and is judged no more, until another process takes its place.
+    neither versions (`may_load`) nor work (`may_sample`), and is judged no more. The process that takes its
+    place gets no work before it has been compared with the trainer.
+
+        compared ──► mismatch ──► replacement requested ──► successor says hello ──► compared ──► may sample
+
+    The verdict on a process holds until its successor says hello: a process that was only silent keeps it.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -60,21 +82,32 @@ class Mismatches:
         self._passed_probes: Counter[str] = Counter()  # by name of the engine, since a mismatch
         self._problems: dict[tuple[str, str], str] = {}  # unsolved mismatches by engine and comparison
         self._rounding: float | None = None  # nats, of the newest probe
-        self._compared_processes: set[bytes] = set()
+        self._compared_processes: set[bytes] = set()  # by this coordinator or an earlier one
+        self._compared_here: set[bytes] = set()  # by this coordinator
         # By identity of the engine's process.
         self._sample_tests: dict[bytes, SurprisalTest] = {}
         self._sample_gaps: dict[bytes, SampleGap] = {}
         self._failed_versions: dict[bytes, PolicyVersion] = {}  # whose samples were reported as a mismatch
         self._test_count = 0  # tests of samples that have begun
-        self._replacements: dict[bytes, Replace] = {}  # by identity of the process, until it has left
+        # By identity of the engine's process, until its successor says hello.
+        self._replacements: dict[bytes, Replace] = {}
         self._next_request_at: dict[bytes, float] = {}
+        self._suspect_places: set[str] = set()  # places of replaced processes, until a comparison
         self.sample_tokens = 0  # tested so far
         self.count = 0
         self.fatal = ""
 
-    def may_sample(self, peer: bytes) -> bool:
+    def may_load(self, peer: bytes) -> bool:
         """Return False for a process that is to be replaced."""
         return peer not in self._replacements and not self.fatal
+
+    def may_sample(self, peer: bytes) -> bool:
+        """Return False for a process that is to be replaced, and for its successor until it is compared."""
+        return self.may_load(peer) and place_of(peer) not in self._suspect_places
+
+    def was_compared(self, peer: bytes) -> bool:
+        """Return True if this coordinator has received a comparison of the process with the trainer."""
+        return peer in self._compared_here
 
     @property
     def newest(self) -> str:
@@ -82,14 +115,21 @@ class Mismatches:
         return next(reversed(self._problems.values()), "")
 
     def judge_probe(self, peer: bytes, name: str, message: Loaded) -> bool:
-        """Return True if the engine may sample. Otherwise its process is to be replaced (the first time), or
-        the run to stop."""
-        gap = message.probe_gap
-        if gap is None or not self.may_sample(peer):
-            return self.may_sample(peer)
+        """Return False if the engine's process is to be replaced (the first time), or the run to stop."""
+        if not self.may_load(peer):
+            return False
+        if message.uncompared:
+            return True
 
         is_first = peer not in self._compared_processes
-        self._compared_processes.add(peer)
+        if message.lane == "train":  # a second engine, for validation, proves nothing about the first
+            self._compared_processes.add(peer)
+            self._compared_here.add(peer)
+            self._suspect_places.discard(place_of(peer))
+
+        gap = message.probe_gap
+        if gap is None:  # the engine computes no log-probs
+            return True
         self._rounding = gap.rounding
 
         if gap.mean > gap_limit(gap.rounding):
@@ -111,8 +151,8 @@ class Mismatches:
         """Judge all sequences that an engine's process has sampled for a test; these of `version` are new.
         Returns as `judge_probe` does."""
         rounding = self._sampling_rounding
-        if rounding is None or not self.may_sample(peer):
-            return self.may_sample(peer)
+        if rounding is None or not self.may_load(peer):
+            return self.may_load(peer)
 
         test = self._sample_tests.get(peer)
         if test is None:
@@ -169,24 +209,68 @@ class Mismatches:
         """The largest |z| among the tests of the engines' samples."""
         return max((abs(test.z) for test in self._sample_tests.values()), default=0.0)
 
-    def forget_engine(self, peer: bytes) -> None:
-        """Forget an engine's process, which has left."""
-        self._compared_processes.discard(peer)
-        self._sample_tests.pop(peer, None)
-        self._sample_gaps.pop(peer, None)
-        self._failed_versions.pop(peer, None)
-        self._replacements.pop(peer, None)
-        self._next_request_at.pop(peer, None)
+    def forget_predecessors(self, peer: bytes) -> None:
+        """Forget the earlier processes in the place of this one, which has said hello."""
+        known_peers = {*self._compared_processes, *self._sample_tests, *self._replacements}
+        for known_peer in known_peers:
+            if known_peer != peer and place_of(known_peer) == place_of(peer):
+                self._compared_processes.discard(known_peer)
+                self._compared_here.discard(known_peer)
+                self._sample_tests.pop(known_peer, None)
+                self._sample_gaps.pop(known_peer, None)
+                self._failed_versions.pop(known_peer, None)
+                self._replacements.pop(known_peer, None)
+                self._next_request_at.pop(known_peer, None)
 
-    def due_replacements(self, now: float) -> list[tuple[bytes, Replace, bool]]:
+    @property
+    def replacements(self) -> dict[bytes, Replace]:
+        """The requests to replace processes, by identity of the process, until its successor says hello."""
+        return self._replacements
+
+    def due_replacements(self, now: float, connected: Container[bytes]) -> list[tuple[bytes, Replace, bool]]:
         """Return the processes to be replaced, with the requests, and True if a request is repeated: the
-        launcher may have missed the first, or may not have started the process."""
+        launcher may have missed the first, or may not have started the process. Requests are repeated only
+        while the process is `connected`."""
         due_requests: list[tuple[bytes, Replace, bool]] = []
         for peer, message in self._replacements.items():
-            if now >= self._next_request_at.get(peer, now):
-                due_requests.append((peer, message, peer in self._next_request_at))
-                self._next_request_at[peer] = now + self._replace_again_seconds
+            is_repeated = peer in self._next_request_at
+            if is_repeated and (peer not in connected or now < self._next_request_at[peer]):
+                continue
+            due_requests.append((peer, message, is_repeated))
+            self._next_request_at[peer] = now + self._replace_again_seconds
         return due_requests
+
+    def encode_verdicts(self, launch: str) -> str:
+        """Return the verdicts on the processes of a launch, for `restore_verdicts`."""
+        verdicts = StoredVerdicts(
+            launch=launch,
+            count=self.count,
+            fatal=self.fatal,
+            problems=[(name, comparison, text) for (name, comparison), text in self._problems.items()],
+            replaced=self._replaced,
+            passed_probes=self._passed_probes,
+            compared_processes={peer.decode() for peer in self._compared_processes},
+            replacements={peer.decode(): message for peer, message in self._replacements.items()},
+            suspect_places=self._suspect_places,
+        )
+        return msgspec.json.encode(verdicts, order="sorted").decode()
+
+    def restore_verdicts(self, encoded: str, launch: str) -> None:
+        """Restore the verdicts of an earlier coordinator, unless they are of another launch. Requests to
+        replace a process count as repeated."""
+        verdicts = msgspec.json.decode(encoded, type=StoredVerdicts)
+        if verdicts.launch != launch:
+            return
+
+        self.count = verdicts.count
+        self.fatal = verdicts.fatal
+        self._problems = {(name, comparison): text for name, comparison, text in verdicts.problems}
+        self._replaced = verdicts.replaced
+        self._passed_probes = Counter(verdicts.passed_probes)
+        self._compared_processes = {peer.encode() for peer in verdicts.compared_processes}
+        self._replacements = {peer.encode(): message for peer, message in verdicts.replacements.items()}
+        self._next_request_at = dict.fromkeys(self._replacements, 0.0)
+        self._suspect_places = verdicts.suspect_places
 
     @property
     def _sampling_rounding(self) -> float | None:
@@ -209,12 +293,19 @@ class Mismatches:
 
         if self._action == "replace" and (name, comparison) not in self._replaced:
             self._replaced.add((name, comparison))
+            self._suspect_places.add(place_of(peer))
             role, _, incarnation = peer.decode().split("/")
             self._replacements[peer] = Replace(role, text, incarnation)
+            log.error("replacing %s", name)
         else:
             again = " again, after it was replaced" if (name, comparison) in self._replaced else ""
             self.fatal = f"{text}{again}; {ADVICE}"
         return False
+
+
+def place_of(peer: bytes) -> str:
+    """Return role and index of a process, which its successors share."""
+    return peer.decode().rpartition("/")[0]
 
 
 ADVICE = (
@@ -242,5 +333,6 @@ def describe_gap(name: str, step: int, gap: ProbeGap) -> str:
     return (
         f"{name} computes a different model from the trainer: its log-probs of v{step} differ by "
         f"{gap.mean:.3g} nats on average (at most {gap.largest:.3g}) over {gap.tokens} tokens of the probe; "
-        f"rounding explains at most {gap_limit(gap.rounding):.2g}"
+        f"rounding explains at most {gap_limit(gap.rounding):.2g}; it may hold other weights, or compute in "
+        "another dtype"
     )

@@ -4,7 +4,7 @@ With embedded engines each worker has a second engine for the validation; of sev
 With a single server the weights go on changing, and the versions that sampled are reported.
 
 consumes: validation episodes' records, from the worker handler
-waits for: a fraction of the slots, engines that hold the fixed version; with a deadline
+waits for: a fraction of the slots, engines that hold the fixed version and may sample; with a deadline
 unblocks: the end of the run (the last validation)
 """
 
@@ -48,8 +48,8 @@ from asyncrl.observe.held_out import (
 from asyncrl.observe.metrics import ASKED, HIGHEST
 from asyncrl.types import FailReason, Sample
 from asyncrl.weights import disk
-from asyncrl.weights.manifest import WeightsError, WeightsRef
-from asyncrl.wire.messages.shared import Loaded
+from asyncrl.weights.manifest import Probe, WeightsError, WeightsRef
+from asyncrl.wire.messages.shared import Loaded, LoadWeights
 from asyncrl.wire.messages.worker import Failed, Finished
 
 MID_RUN_FRACTION = 0.5  # fraction of a worker's slots for a validation during training
@@ -88,6 +88,7 @@ class Validation:
         self.samples = samples
         self.episodes = state.ledger.held_out
         self.session: SessionStart | None = None
+        self._probe: Probe | None = None  # of the session's version, once scored
         self.deadline = math.inf
         self.results: list[tuple[int, dict[str, float]]] = []
         self._session_resources = ExitStack()
@@ -128,6 +129,8 @@ class Validation:
         elif start is not None and not (training_over and start.step == committed):
             log.warning("continuing the interrupted validation of step %d", start.step)
             restarted = replace(start, settings=self.config.held_out_settings)
+            if self._is_evaluation and self.fleet.versions.ref is not None:
+                restarted = replace(restarted, ref=self.fleet.versions.ref)  # the version with a probe
             if not self._start_session(restarted, now):
                 self.begin_session(committed, start.final, now)
 
@@ -140,6 +143,14 @@ class Validation:
     def _is_evaluation(self) -> bool:
         """True if nothing is trained: every sampled episode is kept, and there is no deadline."""
         return not self.config.total_steps
+
+    @property
+    def has_probe(self) -> bool:
+        """True if the trainer has scored the probe with the newest version.
+
+        An evaluation begins only then: all its engines are compared before their first episode.
+        """
+        return self.fleet.versions.find_probe(self.fleet.versions.newest) is not None
 
     @property
     def _transcribed_rows(self) -> frozenset[int]:
@@ -187,6 +198,7 @@ class Validation:
 
         end_time = self.fleet.engine_time(now) + self.config.rollout.episode_timeout * (1 + start.final)
         self.session = start
+        self._probe = None
         self.deadline = math.inf if self._is_evaluation else end_time
 
         self._session_resources.enter_context(self.journal.timeline.span("validation", step=step))
@@ -223,15 +235,16 @@ class Validation:
             able_workers = workers if servers_ready else []
         else:
             # A worker's own engine gets the version, again after a refusal or a long silence.
-            able_workers = [worker for worker in workers if worker.eval_version == session.ref.version]
+            version = session.ref.version
+            self._probe = self.fleet.versions.find_probe(version) or self._probe
+            workers = [worker for worker in workers if self.engines.mismatches.may_sample(worker.peer)]
+            able_workers = [worker for worker in workers if worker.eval_version == version]
             for worker in workers:
                 is_due = now - worker.eval_requested_at > self.config.weights.deadline
-                if worker.eval_version != session.ref.version and is_due:
+                if worker.eval_version != version and is_due:
                     worker.eval_requested_at = now
                     self.fleet.versions.engines[worker.peer].asleep = False
-                    self.journal.outbox.to_control(
-                        worker.peer, self.fleet.versions.load_message(session.ref, "eval")
-                    )
+                    self.journal.outbox.to_control(worker.peer, LoadWeights(session.ref, "eval", self._probe))
 
         waiting = iter(self.episodes.waiting)
         transcribed_rows = self._transcribed_rows
@@ -271,7 +284,7 @@ class Validation:
         if message.error:
             log.warning("%s could not load v%d: %s", worker.name, message.ref.version.step, message.error)
             worker.eval_requested_at = now + LOAD_RETRY - self.config.weights.deadline
-        elif self.engines.compare_probe(peer, worker.name, message):
+        elif self.engines.compare_probe(peer, f"{worker.name} (validation)", message):
             worker.eval_version = message.ref.version
 
     def _end_session(self, session: SessionStart) -> None:

@@ -6,7 +6,6 @@ import msgspec
 
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
-from asyncrl.wire.messages.shared import LoadWeights
 from asyncrl.wire.messages.trainer import Probed
 
 PROBE_INTERVAL = 50  # largest number of steps between two comparisons of all engines with the trainer
@@ -21,8 +20,8 @@ class EngineRecord(msgspec.Struct):
     quarantined: the weights are wrong; the engine gets no work before it has loaded them anew.
     reserved_for_validation: the engine samples a validation only, and keeps its version.
     pushed, acked: versions that were sent and confirmed; NO_VERSION: none.
-    unproven: a version is loaded, but must be sent again with the probe, and compared with the trainer,
-        before sampling.
+    unproven: a version is loaded, but this coordinator knows of no comparison of the process with the
+        trainer: the version must be sent again with the probe, and compared, before sampling.
     asleep: the engine has confirmed that it holds neither KV cache nor weights, and was sent no version
         since.
     woken: the engine has loaded a version since.
@@ -71,10 +70,6 @@ class VersionLedger:
         self.newest = ref.version
         self.ref = ref
         return True
-
-    def load_message(self, ref: WeightsRef, lane: str) -> LoadWeights:
-        """Return the message to load a version, with its probe if the trainer has scored the probe."""
-        return LoadWeights(ref, lane, self.find_probe(ref.version))
 
     def find_probe(self, version: PolicyVersion) -> Probe | None:
         """Return the probe with the trainer's log-probs of this version; None if not scored."""

@@ -148,15 +148,19 @@ class WorkerHandler:
             worker.running = {uid: (seq, now) for uid, (seq, _) in worker.running.items()}
 
     def _on_lost(self, worker: WorkerRecord, reason: str, now: float) -> None:
-        """Issue the episodes of a lost worker again, from their last durable turns."""
+        """Issue the episodes of a lost worker again."""
         log_file = self.run_dir / "logs" / f"rollout-{worker.hello.index}.log"
         cause = f"{worker.name} in step {self.buffer.current_step} ({reason})"
         if last_output := cause_of_death(log_file, worker.hello.incarnation, crashed=False):
             cause += f": {last_output}"
 
+        self.lose_episodes(worker, cause, now)
+        self.engines.remove_engine(worker.peer)
+
+    def lose_episodes(self, worker: WorkerRecord, cause: str, now: float) -> None:
+        """Issue all episodes of a worker again, from their last durable turns."""
         for uid in list(worker.running):
             self._lose_episode(worker, uid, cause, now)
-        self.engines.remove_engine(worker.peer)
 
     def reissue_orphans(self, now: float) -> None:
         """Issue episodes again whose worker is not connected, after a restart of the coordinator."""

@@ -136,8 +136,20 @@ async def _elf_problem(subject: str, path: str, head: bytes, files: ProgramFiles
 
 def _loader(head: bytes, is_64_bit: bool, byte_order: str) -> str:
     """Return the path of the loader; '' if there is none, or the path lies beyond the head."""
-    size_format = "Q" if is_64_bit else "I"
-    headers_at, sizes_at, offset_at, length_at = (32, 54, 8, 32) if is_64_bit else (28, 42, 4, 16)
+    # Where the fields stand: the first two in the ELF header, the others in a program header.
+    if is_64_bit:
+        size_format = "Q"
+        headers_at = 32
+        sizes_at = 54
+        offset_at = 8
+        length_at = 32
+    else:
+        size_format = "I"
+        headers_at = 28
+        sizes_at = 42
+        offset_at = 4
+        length_at = 16
+
     (headers_start,) = struct.unpack_from(f"{byte_order}{size_format}", head, headers_at)
     header_size, header_count = struct.unpack_from(f"{byte_order}HH", head, sizes_at)
     for header_number in range(header_count):

@@ -91,9 +91,17 @@ def check_data(parts: EpisodeParts) -> RunData:
     config = parts.config
     check_columns(config.data.columns)
 
-    test = _check_split(parts, "test") if config.data.test else None
-    train = test if test and not config.total_steps else _check_split(parts, "train")
-    splits = [train] if test is None or test is train else [train, test]
+    test: PreparedSplit | None = None
+    splits: list[PreparedSplit] = []
+    if config.data.test:
+        test = _check_split(parts, "test")
+        splits.append(test)
+
+    if test is not None and not config.total_steps:
+        train = test
+    else:
+        train = _check_split(parts, "train")
+        splits.insert(0, train)
 
     if len(train.samples) < config.buffer.groups_per_batch:
         raise ConfigError(

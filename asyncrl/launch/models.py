@@ -113,9 +113,12 @@ def resolve_lora_modules(config: RunConfig) -> list[str]:
     unserved_kinds = kinds_not_served(path) if servers_get_adapters(config) else {}
     served_kinds = [kind for kind in existing_kinds if kind not in unserved_kinds]
     refused_kinds = {kind: unserved_kinds[kind] for kind in chosen_kinds if kind in unserved_kinds}
-    key, cure = (
-        ("agents", "engine=torch") if config.agents else ("weights.adapters", "weights.adapters=false")
-    )
+    if config.agents:
+        key = "agents"
+        cure = "engine=torch"
+    else:
+        key = "weights.adapters"
+        cure = "weights.adapters=false"
 
     if servers_get_adapters(config) and (model_type := type_without_adapters(path)):
         raise ConfigError(

@@ -87,10 +87,10 @@ def _read_checkpoints(inputs: Inputs) -> Iterator[tuple[str, str, ModelRole]]:
     if config.kl.reference:
         yield "kl.reference", config.kl.reference, "language model"
     if needs_critic(config):
-        key, path = (
-            ("critic.path", config.critic.path) if config.critic.path else ("model.path", config.model.path)
-        )
-        yield key, path, "backbone"
+        if config.critic.path:
+            yield "critic.path", config.critic.path, "backbone"
+        else:
+            yield "model.path", config.model.path, "backbone"
 
     for name, scorer in config.scorers.items():
         is_started_by_run = scorer.path and not scorer.urls

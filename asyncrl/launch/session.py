@@ -193,8 +193,8 @@ class Session:
                 self._console.show_step(message.step, message.metrics)
                 self._on_report(message)
             case Replace():
-                self._console.print_note(f"{message.reason}: replacing the process")
-                self._supervisor.kill_role(message.role, message.incarnation)
+                if self._supervisor.kill_role(message.role, message.incarnation, message.reason):
+                    self._console.print_note(f"{message.reason}: replacing the process")
             case RunEnd():
                 self._run_end = message
                 self._supervisor.run_over = True

@@ -60,6 +60,7 @@ class SupervisedUnit:
     restart_count: int = 0
     last_death: tuple[float, int] = (-math.inf, -1)  # time of the unit's last death, and the step of the run
     restart_at: float | None = None
+    kill_reason: str = ""  # why the current processes were killed; '' unless the coordinator requested it
     first_left_at: float | None = None  # when a process of the unit was first seen to have exited with 0
 
     @property
@@ -149,13 +150,21 @@ class Supervisor:
         for handle in self.alive:
             handle.kill()
 
-    def kill_role(self, role: str, incarnation: str = "") -> None:
-        """Kill the processes of a role that does not answer: all, or those with this incarnation. The next
-        polls restart their units."""
+    def kill_role(self, role: str, incarnation: str = "", reason: str = "") -> bool:
+        """Kill the processes of a role that are to be replaced: all, or those with this incarnation. The
+        next polls restart their units, or end the run with the reason if no restarts are left.
+
+        Returns True if a process was alive and had not been killed before.
+        """
+        any_killed = False
         for unit in self.units:
             if unit.plan.role == role and incarnation in ("", unit.incarnation):
+                if unit.alive and not unit.kill_reason:
+                    any_killed = True
+                    unit.kill_reason = reason
                 for handle in unit.alive:
                     handle.kill()
+        return any_killed
 
     def describe_lost(self, role: str) -> str:
         """Describe a crashed process of the role that is not started again yet; '' if there is none."""
@@ -177,6 +186,7 @@ class Supervisor:
         ]
 
         unit.restart_at = None
+        unit.kill_reason = ""
         unit.first_left_at = None
 
     def _handle_death(
@@ -219,6 +229,7 @@ class Supervisor:
             unit.restart_count = 0
 
         if unit.restart_count >= self._max_restarts:
+            cause_text = unit.kill_reason or cause_text
             spent_text = (
                 f"{dead_process.name} {exit_text}; no restarts are left "
                 f"(launch.restarts={self._max_restarts})"

@@ -20,10 +20,11 @@ import msgspec
 from asyncrl.buffer.records import LOSSES
 from asyncrl.config import ValidationConfig, loss_has_teacher
 from asyncrl.observe import metrics as metric
-from asyncrl.observe.drifts import DRIFTS, find_carrier, find_divergence, find_drift
+from asyncrl.observe.drifts import DRIFTS, find_carrier, find_drift, find_fall, find_lag
 from asyncrl.observe.evidence import (
     HIGHEST_SCORE,
     LIMIT_ENDS,
+    LOWEST_SCORE,
     SETTLED_STEPS,
     SOLVED_SUCCESS,
     WINDOW_STEPS,
@@ -31,7 +32,6 @@ from asyncrl.observe.evidence import (
     Finding,
     gather_evidence,
 )
-from asyncrl.observe.held_out import clearly_below
 from asyncrl.observe.metrics import Row, clock_text, names_matching
 from asyncrl.observe.summary import account_of, mean
 from asyncrl.types import FailReason
@@ -53,7 +53,6 @@ LIMITING_SHARE = 0.5  # fraction of the time
 SILENT_SECONDS = 300.0  # seconds without a step or an episode
 SLOWER_FACTOR = 6.0  # times the usual seconds of a step
 CONNECTING_SECONDS = 60.0  # seconds after the first worker in which the others may connect
-LOWEST_SCORE = "rollout/score/min"
 FAILED_PREFIX = "rollout/attempts_failed/"
 
 Level = Literal["bad", "warn", "good", "advice"]
@@ -189,20 +188,6 @@ def _find_solved(evidence: Evidence) -> Finding | None:
 def _find_unsaved(evidence: Evidence) -> Finding | None:
     problem = evidence.status.get("checkpoint_problem")
     return Finding(str(problem)) if problem else None
-
-
-def _find_fall(evidence: Evidence) -> Finding | None:
-    """Find that the newest validation is below the best one by more than chance."""
-    if not evidence.held_out_successes:
-        return None
-
-    best = max(evidence.held_out_successes, key=lambda validation: validation.success)
-    newest = evidence.held_out_successes[-1]
-    if not clearly_below(newest.share, best.share):
-        return None
-
-    change_from = f"from {best.success:.0%} at step {best.step:.0f}"
-    return Finding(f"{change_from} to {newest.success:.0%} at step {newest.step:.0f}")
 
 
 def _find_failing(evidence: Evidence) -> Finding | None:
@@ -442,8 +427,7 @@ def _find_limit(evidence: Evidence) -> Finding | None:
 ALERT_RULES: dict[str, Callable[[Evidence], Finding | None]] = {
     "solved": _find_solved,
     "checkpoints are not written": _find_unsaved,
-    "reward rises, held-out success falls": _unless_taught(find_divergence),
-    "held-out success fell": _find_fall,
+    "held-out success fell": find_fall,
     "attempts fail": _find_failing,
     "no progress": _find_stall,
     "episode counts do not add up": _find_wrong_account,
@@ -465,6 +449,7 @@ ALERT_RULES: dict[str, Callable[[Evidence], Finding | None]] = {
     "growing log-prob gap": _find_gap,
     "skipped optimizer steps": _find_skipped,
     "many tokens masked": _find_masked,
+    "held-out success lags behind the reward": _unless_taught(find_lag),
     "one component carries the reward": _unless_taught(find_carrier),
     **{name: _unless_taught(partial(find_drift, drift)) for name, drift in DRIFTS.items()},
     "success threshold is low": _find_scores_beyond,

@@ -44,8 +44,8 @@ def answer_metrics(answer_counts: Mapping[tuple[int, str], int]) -> dict[str, fl
     answer: 0.5.
     """
     episodes = 0
-    empty = 0
-    refused = 0
+    empty_answers = 0
+    refusals = 0
     by_answer = Counter[str]()
     by_sample = Counter[int]()
     same_within_samples = 0
@@ -54,21 +54,21 @@ def answer_metrics(answer_counts: Mapping[tuple[int, str], int]) -> dict[str, fl
         episodes += count
         by_sample[sample] += count
         if not answer:
-            empty += count
+            empty_answers += count
             continue
 
         by_answer[answer] += count
         same_within_samples += count * count
         if is_refusal(answer):
-            refused += count
+            refusals += count
 
     if not episodes:
         return {}
 
-    metrics = {EMPTY_ANSWERS: empty / episodes, REFUSALS: refused / episodes}
+    metrics = {EMPTY_ANSWERS: empty_answers / episodes, REFUSALS: refusals / episodes}
     pairs = episodes * episodes - sum(count * count for count in by_sample.values())
     if pairs:
-        same = sum(count * count for count in by_answer.values()) - same_within_samples
-        metrics[SAME_ANSWERS] = same / pairs
+        same_pairs = sum(count * count for count in by_answer.values()) - same_within_samples
+        metrics[SAME_ANSWERS] = same_pairs / pairs
 
     return metrics

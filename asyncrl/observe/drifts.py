@@ -1,6 +1,7 @@
 """Finds that a policy may game its reward, in the metrics of a run. Pure.
 
-`find_divergence`: the training reward rises while held-out success falls.
+`find_fall`: held-out success fell, and the training reward may have risen meanwhile.
+`find_lag`: the reward rose much, and held-out success clearly less.
 `find_carrier`: one component carries the rise of the reward.
 `find_drift`: the behaviour has changed a lot since the first steps, and held-out success has not risen.
 
@@ -17,33 +18,38 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
+from asyncrl.config import loss_has_teacher
 from asyncrl.observe import metrics as metric
 from asyncrl.observe.answers import EMPTY_ANSWERS, REFUSAL_OPENINGS, REFUSALS, SAME_ANSWERS
 from asyncrl.observe.evidence import (
+    HIGHEST_SCORE,
     LIMIT_ENDS,
+    LOWEST_SCORE,
     SOLVED_SUCCESS,
     WINDOW_STEPS,
     Evidence,
     Finding,
-    HeldOutSuccess,
 )
-from asyncrl.observe.held_out import clearly_below
 from asyncrl.observe.metrics import Row, names_matching
+from asyncrl.observe.success_changes import change_since_first, find_success_fall, has_risen
 
 RISE_ERRORS = 3.0  # standard errors of a rise of the reward beside other evidence
 CLEAR_ERRORS = 5.0  # standard errors of a clear change of the reward or of a component
 # Standard errors of a drift. By chance a simulated number without a drift passed this limit, and the limit of
 # its `Drift`, in 6 of 500,000 runs of 200 steps, 5 of them with only one or two groups for each step.
 DRIFT_ERRORS = 8.0
-FALL_ERRORS = 4.5  # standard errors of a fall of held-out success, the newest of many comparisons
-POOLED_VALIDATIONS = 3  # validations whose episodes count together
+# Share of the reward's rise by which held-out success rises at least, unless the reward is gamed; both as
+# shares of their ranges.
+EXPECTED_SHARE = 0.5
+LAG_ERRORS = 2.5  # standard errors of a held-out success that lags behind the reward
+LARGE_RISE = 0.3  # share of its range by which the reward has risen much; partial credit alone may pay less
 AMOUNT_FACTOR = 3.0  # factor by which an amount has drifted
 CARRIED_SHARE = 0.9  # share of the rise that one component carries
 TRADED_SHARE = 0.25  # share of the rise by which another component has fallen
 SUM_ROUNDING = 1e-3  # error of a reward as a sum of its components
 
 Condition = tuple[str, str, Any]  # column, operator and value, see store/listing.py
-HeldOutTrend = Literal["rose", "flat", "fell", "unknown"]
+HeldOutTrend = Literal["rose", "lags", "fell", "unknown"]
 
 
 class Change(NamedTuple):
@@ -98,7 +104,7 @@ class Drift(NamedTuple):
     """Describes a number that drifts when a policy games its reward.
 
     metrics: the number is their sum.
-    what: for a share, the words after the number; for an amount, the words before it.
+    phrase: for a share, the words after the number; for an amount, the words before it.
     least: smallest change that counts; of a share, only a rise counts.
     is_amount: the number is an amount, not a share, and must change by AMOUNT_FACTOR in either direction.
     conditions: the episodes behind the drift, in the list of episodes.
@@ -106,7 +112,7 @@ class Drift(NamedTuple):
     """
 
     metrics: tuple[str, ...]
-    what: str
+    phrase: str
     least: float
     is_amount: bool = False
     conditions: tuple[Condition, ...] = ()
@@ -120,18 +126,18 @@ def _with_either_apostrophe(texts: Sequence[str]) -> tuple[str, ...]:
 DRIFTS = {
     "answers repeat": Drift(
         metrics=(SAME_ANSWERS,),
-        what="of the pairs of episodes with different samples have the same answer",
+        phrase="of the pairs of episodes with different samples have the same answer",
         least=0.4,  # a yes-or-no task begins near 0.5
     ),
     "answers are empty": Drift(
         metrics=(EMPTY_ANSWERS,),
-        what="of the answers are empty",
+        phrase="of the answers are empty",
         least=0.25,
         conditions=(("answer", "=", ""),),
     ),
     "answers refuse": Drift(
         metrics=(REFUSALS,),
-        what="of the answers begin with a refusal",
+        phrase="of the answers begin with a refusal",
         least=0.25,
         conditions=tuple(
             ("answer", "begins", opening) for opening in _with_either_apostrophe(REFUSAL_OPENINGS)
@@ -139,26 +145,26 @@ DRIFTS = {
     ),
     "text repeats": Drift(
         metrics=("rollout/repeated_frac/mean",),
-        what="of the model's tokens repeat earlier text of the same turn",
+        phrase="of the model's tokens repeat earlier text of the same turn",
         least=0.25,
         column="-tokens",
     ),
     "episodes reach limits": Drift(
         metrics=tuple(f"rollout/end/{end}" for end in LIMIT_ENDS),
-        what="of the episodes ended by a limit",
+        phrase="of the episodes ended by a limit",
         least=0.25,
         conditions=tuple(("end", "=", end) for end in LIMIT_ENDS),
     ),
     "response length drifts": Drift(
         metrics=(metric.LENGTH,),
-        what="model tokens per episode",
+        phrase="model tokens per episode",
         least=16.0,
         is_amount=True,
         column="tokens",
     ),
     "tool use drifts": Drift(
         metrics=("tool_call_counts/mean",),
-        what="tool calls per episode",
+        phrase="tool calls per episode",
         least=0.5,
         is_amount=True,
         column="calls",
@@ -172,35 +178,34 @@ def find_drift(drift: Drift, evidence: Evidence) -> Finding | None:
 
     Honest learning changes behaviour, too: for example, the final answers of an agent may converge to one
     phrase. A drift is therefore no alert if held-out success rose. A drift is a warning if held-out success
-    fell, or stayed flat while the reward rose, and otherwise only advice, for example without validations.
+    fell or lags behind the reward, and otherwise only advice, for example without validations.
     """
-    trend = held_out_trend(evidence)
-    if evidence.is_supervised or trend == "rose":
+    if evidence.is_supervised:
         return None
 
-    reward_note = _reward_note(evidence)
-    windows = [(WINDOW_STEPS + 1, evidence.settled_steps)]
-    if not drift.is_amount:
-        windows.insert(0, (1, evidence.first_steps))
-    elif trend == "fell":
-        windows.append((1, evidence.first_steps))
-
-    for first_step, rows in windows:
+    windows = [(WINDOW_STEPS + 1, evidence.settled_steps), (1, evidence.first_steps)]
+    for first_step, rows in windows if drift.is_amount else reversed(windows):
         change = _change_until_now(drift.metrics, evidence, rows)
         if change is None or not _has_drifted(drift, change):
             continue
 
+        trend = held_out_trend(evidence)
+        if trend == "rose" or (drift.is_amount and first_step == 1 and trend != "fell"):
+            return None
+
         if drift.is_amount:
-            text = f"{drift.what} {change.text}"
+            text = f"{drift.phrase} {change.text}"
             order = f"-{drift.column}" if change.difference > 0 else drift.column
         else:
             steps = f"steps {first_step} to {first_step + WINDOW_STEPS - 1}"
-            text = f"{change.now:.0%} {drift.what} ({change.before:.0%} in {steps})"
+            text = f"{change.now:.0%} {drift.phrase} ({change.before:.0%} in {steps})"
             order = drift.column
 
+        reward = _reward_rise(evidence)
+        reward_note = f"; meanwhile the reward {reward.text}, so this may be a reward hack" if reward else ""
         return Finding(
             text + reward_note,
-            is_mild=not (trend == "fell" or (trend == "flat" and reward_note)),
+            is_mild=trend == "unknown",
             link=_episode_link(evidence, drift.conditions, order),
         )
 
@@ -217,60 +222,52 @@ def _has_drifted(drift: Drift, change: Change) -> bool:
     return is_large and abs(change.difference) > DRIFT_ERRORS * change.error
 
 
-def find_divergence(evidence: Evidence) -> Finding | None:
-    """Find that the training reward has risen since the best validation, while held-out success fell: the
-    newest validations are below the best ones. Up to POOLED_VALIDATIONS count together, because a slow fall
-    shows in several validations before a single one is clearly lower."""
-    reward = _change_until_now((metric.REWARD,), evidence, evidence.best_steps)
-    if not (reward and reward.is_rise):
+def find_fall(evidence: Evidence) -> Finding | None:
+    """Find that held-out success fell. If the training reward has risen since the best validation, the policy
+    may game the reward, which is a cause with its own advice."""
+    change = find_success_fall(evidence.held_out_successes)
+    if change is None:
         return None
 
-    successes = evidence.held_out_successes
-    for size in range(1, min(POOLED_VALIDATIONS, len(successes) // 2) + 1):
-        newest = successes[-size:]
-        earlier_windows = [successes[start : start + size] for start in range(len(successes) - 2 * size + 1)]
-        best = max(earlier_windows, key=_pooled_success)
-        if not _fell(best, newest):
-            continue
+    reward = _change_until_now((metric.REWARD,), evidence, evidence.best_steps)
+    if loss_has_teacher(evidence.keys) or not (reward and reward.is_rise):
+        return Finding(change.text)
 
-        before, now = (
-            f"{_pooled_success(window):.0%} ({_steps_text([int(success.step) for success in window])})"
-            for window in (best, newest)
-        )
-        return Finding(
-            f"held-out success fell from {before} to {now}, while the training reward {reward.text}",
-            link=_episode_link(evidence, order="-score"),
-        )
-
-    return None
+    return Finding(
+        f"{change.text}, while the training reward {reward.text}",
+        cause="reward rose",
+        link={"tab": "episodes"} | _episode_link(evidence, order="-score"),
+    )
 
 
-def _pooled_success(successes: Sequence[HeldOutSuccess]) -> float:
-    return fmean(success.success for success in successes)
+def find_lag(evidence: Evidence) -> Finding | None:
+    """Find that the reward rose much, and held-out success less than half as much. The reward may be gamed
+    without a drift of the behaviour."""
+    reward = _reward_rise(evidence)
+    if evidence.is_supervised or not (reward and reward.is_clear):
+        return None
+    is_large = reward.difference >= LARGE_RISE * _score_range(evidence)
+    if not is_large or held_out_trend(evidence) != "lags":
+        return None
 
-
-def _fell(before: Sequence[HeldOutSuccess], now: Sequence[HeldOutSuccess]) -> bool:
-    """Tell whether the pooled success fell by FALL_ERRORS, by the test of two proportions."""
-    counts = [sum(success.questions for success in successes) for successes in (before, now)]
-    if not all(counts):
-        return False
-
-    difference = _pooled_success(before) - _pooled_success(now)
-    common = (_pooled_success(before) + _pooled_success(now)) / 2
-    return difference > FALL_ERRORS * math.sqrt(common * (1 - common) * sum(1 / count for count in counts))
+    change = change_since_first(evidence.held_out_successes)
+    assert change is not None  # held-out success lags
+    return Finding(
+        f"{change.text}, while the training reward {reward.text}",
+        link=_episode_link(evidence, order="-score"),
+    )
 
 
 def find_carrier(evidence: Evidence) -> Finding | None:
     """Find that one component carries nearly all of the rise of a reward that is the weighted sum of its
     components, while no other component rises and held-out success does not rise, either. Without a fall of
     another component this is advice only: the component may simply be the one that is learned first."""
-    trend = held_out_trend(evidence)
     reward = _change_until_now((metric.REWARD,), evidence, evidence.settled_steps)
-    if (
-        trend == "rose"
-        or evidence.is_supervised
-        or not (reward and reward.is_clear and reward.difference > 0)
-    ):
+    if evidence.is_supervised or not (reward and reward.is_clear and reward.difference > 0):
+        return None
+
+    trend = held_out_trend(evidence)
+    if trend == "rose":
         return None
 
     changes = {
@@ -326,18 +323,40 @@ def _weight_of(component: str, evidence: Evidence) -> float:
 
 
 def held_out_trend(evidence: Evidence) -> HeldOutTrend:
-    """Return how held-out success has changed, by more than chance: "fell" since the best validation, or
-    "rose" since the first one. A solved run counts as risen."""
+    """Return how held-out success has changed, by more than chance.
+
+    "fell": since the best validations.
+    "rose": since the first validations; a solved run counts as risen.
+    "lags": the reward rose, and held-out success did not rise by EXPECTED_SHARE of that, both as shares of
+        their ranges. If a reward is gamed, held-out success lags.
+    "unknown": held-out success may follow the reward; small validations leave this open for long.
+    """
     successes = evidence.held_out_successes
-    if len(successes) < 2:
+    if find_success_fall(successes):
+        return "fell"
+    if has_risen(successes) or (successes and successes[-1].success >= SOLVED_SUCCESS):
+        return "rose"
+
+    change = change_since_first(successes)
+    reward = _reward_rise(evidence)
+    if change is None or reward is None:
         return "unknown"
 
-    newest = successes[-1]
-    best = max(successes, key=lambda success: success.success)
-    if clearly_below(newest.share, best.share):
-        return "fell"
-    has_risen = newest.success >= SOLVED_SUCCESS or clearly_below(successes[0].share, newest.share)
-    return "rose" if has_risen else "flat"
+    # Both rises are uncertain, and a reward that rose by chance seems to have risen more than it has.
+    score_range = _score_range(evidence)
+    missing_rise = EXPECTED_SHARE * reward.difference / score_range - change.difference
+    error = math.hypot(EXPECTED_SHARE * reward.error / score_range, change.error)
+    return "lags" if missing_rise > LAG_ERRORS * error else "unknown"
+
+
+def _score_range(evidence: Evidence) -> float:
+    """Return the difference between the highest and the lowest score; inf if no scores are known."""
+    rows = [*evidence.first_steps, *evidence.settled_steps, *evidence.last_steps]
+    lowest_scores = [row[LOWEST_SCORE] for row in rows if LOWEST_SCORE in row]
+    highest_scores = [row[HIGHEST_SCORE] for row in rows if HIGHEST_SCORE in row]
+    if not (lowest_scores and highest_scores):
+        return math.inf
+    return max(highest_scores) - min(lowest_scores) or math.inf
 
 
 def _change_until_now(names: Sequence[str], evidence: Evidence, before: Sequence[Row]) -> Change | None:
@@ -348,13 +367,14 @@ def _change_until_now(names: Sequence[str], evidence: Evidence, before: Sequence
     return change_of(names, before, evidence.last_steps, evidence.settled_steps)
 
 
-def _reward_note(evidence: Evidence) -> str:
-    """Return that the reward rose since the settled (or the first) steps; '' otherwise."""
+def _reward_rise(evidence: Evidence) -> Change | None:
+    """Return the rise of the reward since the settled steps, or else since the first ones. None without a
+    rise."""
     for rows in (evidence.settled_steps, evidence.first_steps):
         reward = _change_until_now((metric.REWARD,), evidence, rows)
         if reward and reward.is_rise:
-            return f"; meanwhile the reward {reward.text}, so this may be a reward hack"
-    return ""
+            return reward
+    return None
 
 
 def _episode_link(
@@ -364,7 +384,3 @@ def _episode_link(
     first_step = int(evidence.last_steps[0]["training/step"])
     where = [("kind", "=", "train"), ("step", ">=", first_step), *conditions]
     return {"where": json.dumps(where)} | ({"order": order} if order else {})
-
-
-def _steps_text(steps: Sequence[int]) -> str:
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"

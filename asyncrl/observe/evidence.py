@@ -15,6 +15,7 @@ WINDOW_STEPS = 10  # steps that a rule looks back on; before so many steps no ad
 SETTLED_STEPS = 2 * WINDOW_STEPS  # steps before which no advice is about learning
 # Steps up to which the reward in training shows that a run learns, without a validation.
 YOUNG_STEPS = 4 * WINDOW_STEPS
+LOWEST_SCORE = "rollout/score/min"
 HIGHEST_SCORE = "rollout/score/max"
 SOLVED_SUCCESS = 0.95  # success from which a run is solved
 LIMIT_ENDS = ("length", "max_turns", "max_calls", "max_rows", "timeout")  # ends of episodes by a limit

@@ -20,6 +20,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -133,37 +134,44 @@ class RolloutWorker:
         self.activity = Activity(self.timeline)
         self.waits = Waits(activity=self.activity)
         self.busy_timer = BusyTimer(self.timeline)
+
+        # Embedded engines: one for training, one for validation.
         self._weight_mirror = Mirror(config, endpoints, "rollout", index, self.timeline)
         self._local_samplers: dict[str, LocalSampler] = {}
-
         if build_engine is not None:
-            sampler_parts = (
-                self.waits,
-                self.busy_timer,
-                self.timeline,
-                config.weights.deadline,
-                self._weight_mirror,
+            make_sampler = partial(
+                LocalSampler,
+                build_engine=build_engine,
+                waits=self.waits,
+                busy_timer=self.busy_timer,
+                timeline=self.timeline,
+                load_deadline=config.weights.deadline,
+                mirror=self._weight_mirror,
             )
-            sampler = LocalSampler("train", build_engine, *sampler_parts, engine=engine)
+            sampler = make_sampler("train", engine=engine)
             if config.total_steps:  # without training nobody scores the samples
                 sampler.probe_sampling = ProbeSampling(
                     config, index, sampler.generate_uncounted, sampler.release
                 )
             self._local_samplers["train"] = sampler
-            self._local_samplers["eval"] = LocalSampler(
-                "eval", build_engine, *sampler_parts, keeps_version=True
-            )
+            self._local_samplers["eval"] = make_sampler("eval", keeps_version=True)
 
+        # Engines on servers, and scorers. The training engine may also score for scorers that lack a server.
         self._servers: dict[str, worker.EngineEntry] = {}  # keys: server names
         self._server_usage: dict[str, worker.EngineUse] = {}  # keys: server names
-        pool_parts = (self.waits, self.busy_timer, config.engine.start_timeout, self._server_usage)
-        self._server_pools = {
-            name: ServerPool(name, connect, *pool_parts) for name, connect in connectors.items()
-        }
+        make_pool = partial(
+            ServerPool,
+            waits=self.waits,
+            busy_timer=self.busy_timer,
+            turn_patience=config.engine.start_timeout,
+            usage_by_name=self._server_usage,
+        )
+        self._server_pools = {name: make_pool(name, connect) for name, connect in connectors.items()}
         turn_readers: dict[str, ServerPool | LocalSampler] = {**self._server_pools}
         if self._local_samplers:
             turn_readers |= dict.fromkeys(config.scorers_lent, self._local_samplers["train"])
 
+        # Episodes: what each of them shares, and the player of agent programs.
         self.outbox = Outbox(lambda records, frames: self._bulk_link.send(records, frames))
         self._snapshots = Snapshots(str(run_directory.absolute()), config.store.keep_bytes)
         self.images = WorkerImages(lambda request: self._bulk_link.send(request), self.waits)
@@ -178,12 +186,13 @@ class RolloutWorker:
             scorer_of=lambda source: turn_readers.get(config.reader(source)),
             top_tokens=config.kl.top_k,
         )
-
         self.agents: Agents | None = None
         gateway = Gateway(config.rollout.agent_address)
         if episode_parts.agent:
             self.agents = Agents(episode_parts.agent, gateway, episode_parts.untrained)
         self.runner = EpisodeRunner(episode_context, self._make_player)
+
+        # Messages of the coordinator change this state.
         self._episodes: dict[shared.Attempt, asyncio.Task[None]] = {}
         self._last_assigned = 0
         self._min_version = 0

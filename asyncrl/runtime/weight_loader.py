@@ -88,7 +88,6 @@ class WeightLoader:
         self._mirror = mirror
 
         self._offered_version: tuple[WeightsRef, Probe | None] | None = None
-        self._has_probed = False  # the engine has compared a probe
         self.compared_probe: Probe | None = None  # the probe that the last load has compared
         self._loading_version: tuple[WeightsRef, Probe | None] | None = None
         self._last_loaded: tuple[WeightsRef, Manifest] | None = None
@@ -172,7 +171,6 @@ class WeightLoader:
                         manifest = await self._swap_version(engine, ref, local_ref)
                         if probe is not None:
                             probe_gap = await _compare_probe(engine, probe)
-                            self._has_probed = True
                             self.compared_probe = probe if probe_gap is not None else None
                         checksum = manifest.checksum
                 except TimeoutError as timeout:
@@ -185,7 +183,6 @@ class WeightLoader:
         )
         seconds = time.monotonic() - started_at
         postponed = isinstance(failure.error, Postponed)
-        unproven = not self._has_probed
 
         return Loaded(
             ref,
@@ -195,7 +192,7 @@ class WeightLoader:
             failure.line,
             probe_gap,
             postponed,
-            unproven,
+            uncompared=probe is None,
             lost=isinstance(failure.error, Unreachable),
             process_failed=failure.error is not None and _is_of_process(failure.error),
         )

@@ -64,11 +64,18 @@ def check_gradients(
     model = transformer_of(root)
     own_attention = text_attention(model)
     vocabulary_size = model.config.get_text_config().vocab_size
+
+    # Three sequences: two with a common start, which a tree computes once, and one without.
     rng = np.random.default_rng(0)
-    common_start, *ends = (
-        rng.integers(min(RESERVED_IDS, vocabulary_size - 1), vocabulary_size, n) for n in (24, 9, 14, 30)
-    )
-    sequences = [np.concatenate([common_start, ends[0]]), np.concatenate([common_start, ends[1]]), ends[2]]
+    lowest_id = min(RESERVED_IDS, vocabulary_size - 1)
+    common_start = rng.integers(lowest_id, vocabulary_size, 24)
+    first_end = rng.integers(lowest_id, vocabulary_size, 9)
+    second_end = rng.integers(lowest_id, vocabulary_size, 14)
+    sequences = [
+        np.concatenate([common_start, first_end]),
+        np.concatenate([common_start, second_end]),
+        rng.integers(lowest_id, vocabulary_size, 30),
+    ]
     one_by_one = [_all_tokens([sequence], "padded") for sequence in sequences]
 
     layers_by_identity = {
@@ -81,16 +88,21 @@ def check_gradients(
         forest = laid_out[0].forest
         differs = False
         try:
+            # Compute the sequences one by one. Their gradients are negated, and those of the method are added
+            # to them: the sum is the difference, and no second set is held.
             _set_runs_whole(root, True)
             expected = _token_values(root, one_by_one, world)
             expected_norms = _norms(root, expected, world)
             for gradient in _local_gradients(root):
-                gradient.neg_()  # the next are added to it: no second set is held
+                gradient.neg_()
+
+            # Compute them by the method.
             _set_runs_whole(root, not split_methods or bool(problems["split"]))
             if forest is not None:
                 use_forest_attention(model)
+            differences = _token_values(root, laid_out, world) - expected
 
-            distances = _norms(root, _token_values(root, laid_out, world) - expected, world)
+            distances = _norms(root, differences, world)
             for quantity, limit in ERROR_LIMITS[limits_kind].items():
                 relative_distance = distances[quantity] / max(expected_norms[quantity], 1e-30)
                 if not relative_distance < limit:  # also NaN
@@ -101,11 +113,14 @@ def check_gradients(
                     differs = True
                     break
 
+            # An attention argument that the method ignores explains any difference.
             if forest is not None and forest.ignored_arguments:
                 differs = False
-                first_layer = layers_by_identity.get(id(next(iter(forest.ignored_arguments.values()))), "")
-                problems[method] = f"has attention with {', '.join(sorted(forest.ignored_arguments))}"
-                problems[method] += f": {first_layer}" if first_layer else ""
+                argument_names = ", ".join(sorted(forest.ignored_arguments))
+                ignoring_layer = next(iter(forest.ignored_arguments.values()))
+                layer_name = layers_by_identity.get(id(ignoring_layer), "")
+                problems[method] = f"has attention with {argument_names}"
+                problems[method] += f": {layer_name}" if layer_name else ""
         except Exception as error:
             if is_passing_error(error):
                 raise

@@ -145,7 +145,11 @@ class LaneReader:
                 numbers_by_key[key] = self._numbers(file.role, process, line)
             seconds = duration if line.seconds < 0 else line.seconds
             longest = min(seconds / max(line.calls, 1), duration) if line.longest < 0 else line.longest
-            epoch, step = line.version if line.version[0] >= 0 else (-1, line.step)
+            epoch, step = line.version
+            if epoch < 0:  # the work is of no version
+                epoch = -1
+                step = line.step
+
             yield (
                 line.start,
                 line.end,

@@ -59,7 +59,10 @@ def meaning_of(name: str) -> tuple[int, str]:
     """Return the number of a span's meaning and a legible name. A name in no table is a wait for another
     process: waits are named after the awaited thing."""
     match = _span_pattern.match(name)
-    meaning_number, legible_name = SPANS[match.group()] if match else (PROCESS, None)
+    if not match:
+        return PROCESS, name
+
+    meaning_number, legible_name = SPANS[match.group()]
     if legible_name is None:
         return meaning_number, name
     if name.endswith(" (validation)"):

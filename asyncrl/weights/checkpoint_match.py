@@ -283,6 +283,7 @@ def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTe
     from asyncrl.weights.adapters import linear_layers
     from asyncrl.weights.names import file_pieces, model_names, sort_tensors
 
+    # Build the model without memory.
     try:
         config = read_config(path, role)
         with torch.device("meta"), _quiet_transformers():
@@ -301,11 +302,12 @@ def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTe
             "limit"
         )
 
+    # Let transformers load tensors of the same shapes, and report which of them fit.
     model_class = type(model).__name__
     meta_tensors = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
     try:
         with _quiet_transformers():
-            _, info = type(model).from_pretrained(
+            _, loading_info = type(model).from_pretrained(
                 None,
                 config=model.config,
                 state_dict=meta_tensors,
@@ -314,12 +316,13 @@ def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTe
                 output_loading_info=True,
             )
     except Exception as error:  # a quantized model, or a conversion without some of its tensors
-        lacking = sorted({piece.name for piece in file_pieces(model)} - tensors.keys())
-        if isinstance(error, RuntimeError) and lacking:
-            return CheckpointMatch(model_class=model_class, missing=lacking)
+        missing = sorted({piece.name for piece in file_pieces(model)} - tensors.keys())
+        if isinstance(error, RuntimeError) and missing:
+            return CheckpointMatch(model_class=model_class, missing=missing)
         return CheckpointMatch(model_class=model_class, not_compared=one_line(error))
 
-    unexpected: set[str] = set(info["unexpected_keys"])
+    # Find the tensors that the model has no place for.
+    unexpected: set[str] = set(loading_info["unexpected_keys"])
     if role == "backbone":  # leaves out heads, and what the language model leaves out
         language_class = model_class_for(auto_class_of(config), config)
         patterns = getattr(language_class, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -329,15 +332,16 @@ def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTe
             if not _HEAD.match(name) and not any(re.search(pattern, name) for pattern in patterns)
         }
 
-    drafts = _draft_tensors(unexpected, model.state_dict())
-    unexpected -= drafts
-    renamed = model_names(model, tensors)
+    unexpected -= _draft_tensors(unexpected, model.state_dict())
+
+    # Describe and sort the tensors that the model knows by its own names.
+    names_in_model = model_names(model, tensors)
     mismatched = [
         f"{name} is {_describe_shape(in_files)} in the files and {_describe_shape(in_model)} in the model"
-        for name, in_files, in_model in sorted(info["mismatched_keys"])
+        for name, in_files, in_model in sorted(loading_info["mismatched_keys"])
     ]
 
-    parts = sort_tensors(model, tensors, renamed, frozen_parts(model))
+    parts = sort_tensors(model, tensors, names_in_model, frozen_parts(model))
     if role == "backbone":
         passed_on = {name: shape for name, shape in parts.passed_on.items() if not _HEAD.match(name)}
         parts = msgspec.structs.replace(parts, passed_on=passed_on)
@@ -347,13 +351,15 @@ def _compare(path: str, label: str, role: ModelRole, tensors: dict[str, StoredTe
         model_class=model_class,
         parts=parts,
         linear_kinds={
-            name: renamed[name].split(".")[-2] for name in parts.trained if renamed[name] in linear_names
+            name: names_in_model[name].split(".")[-2]
+            for name in parts.trained
+            if names_in_model[name] in linear_names
         },
-        missing=sorted(info["missing_keys"]),
+        missing=sorted(loading_info["missing_keys"]),
         unexpected=sorted(unexpected),
-        mismatched=[*mismatched, *_describe_undeclared_quantization(model, tensors, renamed)],
+        mismatched=[*mismatched, *_describe_undeclared_quantization(model, tensors, names_in_model)],
         unexpected_bytes=sum(
-            tensor.nbytes for name, tensor in tensors.items() if {name, renamed[name]} & unexpected
+            tensor.nbytes for name, tensor in tensors.items() if {name, names_in_model[name]} & unexpected
         ),
         total_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         of_transformers=type(model).__module__.startswith("transformers."),

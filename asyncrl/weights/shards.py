@@ -291,7 +291,8 @@ class HeldShards:
     def collect_parts(
         self, tensor_range: slice, file: str = "", base: HeldShards | None = None
     ) -> list[Sequence[RangePart]]:
-        base_id, base_memory = (base.copy, base.memory) if base else (None, None)
+        base_id = base.copy if base else None
+        base_memory = base.memory if base else None
         ask = Ask(self.copy, tensor_range.start, tensor_range.stop, base_id, file, socket.gethostname())
         return self.host.collect_parts(self.memory, base_memory, ask)
 

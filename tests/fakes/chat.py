@@ -54,9 +54,13 @@ class FakeChat:
         history: tuple[Message, ...] = (),
         tools: tuple[str, ...] = (),
     ) -> tuple[int, ...] | None:
-        if after not in self.stop_ids:  # the turn ended at a text: its end comes first
-            delta = self.delta_ids(messages, END)
-            return delta and (END, *delta)
+        delta = self.delta_after_end(messages)
+        if delta and after not in self.stop_ids:  # the turn ended at a text: its end comes first
+            return (END, *delta)
+        return delta
+
+    def delta_after_end(self, messages: tuple[Message, ...]) -> tuple[int, ...] | None:
+        """Return the delta after a turn with its end; None if the template rewrites earlier text."""
         if any(message.role in self._rewrites for message in messages):
             return None
         return (*encode("".join(self._written(message) for message in messages)), OPEN)

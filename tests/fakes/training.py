@@ -31,7 +31,7 @@ from asyncrl.types import EpisodeResult, Generation, StopReason, Turn, VersionSp
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 from tests.fakes.models import VOCABULARY, save_small
 
-Made = Callable[..., Learner]
+BuildLearner = Callable[..., Learner]
 Episode = tuple[PlannedTrajectory, list[Turn]]
 
 

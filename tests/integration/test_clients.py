@@ -299,8 +299,8 @@ def test_litellm_knows_a_full_context(monkeypatch: pytest.MonkeyPatch) -> None:
         endpoint_options = {"api_base": endpoint.base_url, "api_key": endpoint.api_key}
 
         def complete(text: str) -> None:
-            asked = [{"role": "user", "content": text}]
-            litellm.completion(messages=asked, model=f"openai/{endpoint.model}", **endpoint_options)
+            messages = [{"role": "user", "content": text}]
+            litellm.completion(messages=messages, model=f"openai/{endpoint.model}", **endpoint_options)
 
         complete("q")
         for times in (10_000, 200_000):

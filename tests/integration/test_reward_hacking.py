@@ -34,8 +34,9 @@ def test_a_reward_that_pays_for_a_number_is_noticed(tmp_path: Path) -> None:
     with Run(tmp_path, *settings) as run:
         summary = run.completed(48)
 
-    name = "reward rises, held-out success falls"
-    assert any(line.startswith(f"{name}: held-out success fell from") for line in summary["alerts"])
+    name = "held-out success fell"
+    (line,) = [line for line in summary["alerts"] if line.startswith(f"{name}: from ")]
+    assert "while the training reward rose from" in line and "the policy may game the reward" in line
 
     (link,) = [alert.link for alert in find_alerts(run.rows(), {}, {}) if alert.name == name]
     with closing(RunReader.open(run.path)) as reader:

@@ -102,8 +102,10 @@ async def test_what_is_shown_lies_over_the_image_and_changes_are_those_of_the_up
         assert (await box.run("shell", f"cat {file} {there}/file {link}/file", 5)).output == "shown" * 3
         assert "Read-only" in (await box.run("shell", f"touch {there}/x", 5)).output
         await box.run("shell", "cd /etc && rm hostname && echo > new", 5)
-        found = {entry.path: entry.kind for entry in read_entries(await box.collect_changes(["/etc"]))}
-        assert {path: kind for path, kind in found.items() if path != "etc"} == {
+        kinds_by_path = {
+            entry.path: entry.kind for entry in read_entries(await box.collect_changes(["/etc"]))
+        }
+        assert {path: kind for path, kind in kinds_by_path.items() if path != "etc"} == {
             "etc/hostname": b"x",
             "etc/new": b"f",
         }
@@ -127,8 +129,8 @@ def contents(top: str) -> dict[str, tuple[object, ...]]:
 
 def of_the_machine() -> list[tuple[int, int, int]]:
     """Modes and owners of its directories, which are made or changed in an image."""
-    found = [os.lstat(f"/{name}") for name in PLACES if os.path.lexists(f"/{name}")]
-    return [(each.st_mode, each.st_uid, each.st_gid) for each in found]
+    place_stats = [os.lstat(f"/{name}") for name in PLACES if os.path.lexists(f"/{name}")]
+    return [(each.st_mode, each.st_uid, each.st_gid) for each in place_stats]
 
 
 def links(target: str) -> Callable[[str, Path], None]:
@@ -295,8 +297,8 @@ async def test_its_root_has_rights_over_files_and_no_others(user: Literal["", "r
         assert {name: int(held[name], 16) for name in shown} == shown and held["NoNewPrivs:"] == "1"
         assert not user or int(held["CapBnd:"], 16) == kept
         allowed = "chmod 0 /etc/group; chown 0:0 /etc/group && cat /etc/group | head -1; id -u"
-        found = await box.run("shell", allowed, 5)  # the warden is there
-        assert (found.output == "root:x:0:\n0\n") == (user == "root"), found.output
+        shell_result = await box.run("shell", allowed, 5)  # the warden is there
+        assert (shell_result.output == "root:x:0:\n0\n") == (user == "root"), shell_result.output
 
 
 BOUNDED = {

@@ -105,8 +105,8 @@ async def test_the_call_after_a_cancelled_one_reports_it_and_has_its_setup(setup
     try:
         await space.python("n = 7")
         began = asyncio.Event()
-        asked = space._sandbox._send_request
-        space._sandbox._send_request = lambda *given: (began.set(), asked(*given))[1]  # type: ignore
+        send_request = space._sandbox._send_request
+        space._sandbox._send_request = lambda *given: (began.set(), send_request(*given))[1]  # type: ignore
         task = asyncio.create_task(space.python("while True: pass"))
         await asyncio.wait_for(began.wait(), 10)
         task.cancel()
@@ -138,10 +138,10 @@ async def test_a_loss_is_reported_even_if_the_setup_fails_first() -> None:
 
 
 def test_schemas() -> None:
-    found = load_tools(["workspace"], {"workspace": {"require": ""}})
-    body = found["python"].schema["function"]
+    tools_by_name = load_tools(["workspace"], {"workspace": {"require": ""}})
+    body = tools_by_name["python"].schema["function"]
     assert body["parameters"]["properties"] == {"code": {"type": "string", "description": "The code to run."}}
-    assert found["shell"].schema["function"]["parameters"]["required"] == ["command"]
+    assert tools_by_name["shell"].schema["function"]["parameters"]["required"] == ["command"]
 
 
 def test_requirements_are_checked_when_tools_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,9 +247,9 @@ def test_no_answer_makes_its_reward_fail() -> None:
 
 def test_a_result_that_is_too_long_is_not_parsed() -> None:
     (case,) = cases_of(read_code_truth({"inputs": [[]], "outputs": [[1, 2]], "fn_name": "f"}), "")
-    found = re.search(r"[0-9a-f]{32}", case.source)
-    assert found and case.is_right(f"noise\n{found[0]}[1, 2]\n")
-    assert not case.is_right(f"\n{found[0]}[1, 2{' ' * 9999}]\n")
+    match = re.search(r"[0-9a-f]{32}", case.source)
+    assert match and case.is_right(f"noise\n{match[0]}[1, 2]\n")
+    assert not case.is_right(f"\n{match[0]}[1, 2{' ' * 9999}]\n")
     assert not case.is_right("[1, 2]")
 
 
@@ -259,8 +259,8 @@ def test_a_test_finds_nothing_of_the_one_before() -> None:
 
 
 async def test_answers_wait_for_a_sandbox() -> None:
-    (found,) = load_rewards({"code": {"require": ""}})
-    assert found.own_deadline  # the EpisodeReward's is later
+    (code_reward,) = load_rewards({"code": {"require": ""}})
+    assert code_reward.own_deadline  # the EpisodeReward's is later
     code = Code(require="", at_once=1)
     async with code._sandbox_slots:
         waits = asyncio.ensure_future(code("test", ADD, PAIRS))
@@ -284,8 +284,8 @@ def test_a_ground_truth_without_tests_is_an_error(truth: Any, problem: str) -> N
 
 
 def test_it_is_a_reward_of_the_config() -> None:
-    (found,) = load_rewards({"code": {"partial": True, "require": "", "weight": 2.0}})
-    assert (found.location, found.weight) == ("loop", 2.0)
+    (code_reward,) = load_rewards({"code": {"partial": True, "require": "", "weight": 2.0}})
+    assert (code_reward.location, code_reward.weight) == ("loop", 2.0)
     with pytest.raises(ConfigError, match="seconds"):
         load_rewards({"code": {"seconds": -1, "require": ""}})
 
@@ -307,8 +307,8 @@ def test_last_block(text: str, block: str | None) -> None:
 @given(st.lists(st.sampled_from(["`", "```", "\n", "py", "sh", "a b"]), max_size=30).map("".join))
 def test_last_block_is_what_its_grammar_says(text: str) -> None:
     blocks = re.findall(r"```([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", text, re.DOTALL)
-    found = [code for language, code in blocks if language in ("", "py")]
-    assert last_block(text) == (found[-1] if found else None)
+    python_blocks = [code for language, code in blocks if language in ("", "py")]
+    assert last_block(text) == (python_blocks[-1] if python_blocks else None)
 
 
 @pytest.mark.parametrize("unit", ["`", "```a", "```\n", "```sh\n", "a"])
@@ -320,7 +320,7 @@ def test_last_block_is_linear(unit: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted", "same"),
+    ("answer_text", "wanted", "same"),
     [
         ("1 2 \n3\n\n", "1 2\n3", True),
         ("1\n2", "1 2", False),
@@ -335,12 +335,12 @@ def test_last_block_is_linear(unit: str) -> None:
         ("", "", True),
     ],
 )
-def test_same_text(found: str, wanted: str, same: bool) -> None:
-    assert same_text(found, wanted) is same
+def test_same_text(answer_text: str, wanted: str, same: bool) -> None:
+    assert same_text(answer_text, wanted) is same
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted", "same"),
+    ("answer_value", "wanted", "same"),
     [
         (1, 1, True),
         (1, 1.0, True),
@@ -352,5 +352,5 @@ def test_same_text(found: str, wanted: str, same: bool) -> None:
         (None, [None], True),
     ],
 )
-def test_same_value(found: Any, wanted: Any, same: bool) -> None:
-    assert same_value(found, wanted) is same
+def test_same_value(answer_value: Any, wanted: Any, same: bool) -> None:
+    assert same_value(answer_value, wanted) is same

@@ -93,8 +93,10 @@ class SandboxBench(TurnBench):
     def replies(self) -> list[str]:
         """As they were posted."""
         pairs = zip(self.sent, self.frames, strict=True)
-        found = [msgspec.msgpack.decode(f[0], type=TurnReply) for r, f in pairs if isinstance(r, Replied)]
-        return [reply.content for turn in found for reply in turn.replies]
+        turn_replies = [
+            msgspec.msgpack.decode(f[0], type=TurnReply) for r, f in pairs if isinstance(r, Replied)
+        ]
+        return [reply.content for turn in turn_replies for reply in turn.replies]
 
 
 def test_files_are_there_and_no_command_runs_twice(parent: Path) -> None:
@@ -271,8 +273,8 @@ def test_kills_leave_each_effect_once(
     """With a snapshot every turn no recorded command runs twice: its reply would be another one."""
     tools = {"tools": ["shell"], "tool_args": {"shell": {"require": "", "snapshots": every}}}
     rollout = {**tools, "max_new_tokens": 300, "max_tokens": 6000, "tool_timeout": 60.0}
-    made = {"name": f"tests.fakes.worker:{engine}"}
-    config = fake.config(save_tiny_chat_model(tmp_path), tmp_path, engine=made, rollout=rollout)
+    engine_config = {"name": f"tests.fakes.worker:{engine}"}
+    config = fake.config(save_tiny_chat_model(tmp_path), tmp_path, engine=engine_config, rollout=rollout)
     hub = Ledger()
     draw = random.Random(7)
     live = set[str]()

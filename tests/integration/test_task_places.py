@@ -155,10 +155,10 @@ def test_a_sandbox_that_is_killed_from_outside_is_no_fault_of_the_model(tmp_path
 
     bench = AgentBench(Command(line=f"python {tmp_path}/agent.py", sandbox="jail"), script)
     bench.sample = sample_of(task)
-    found = bench.failed()
+    failures = bench.failed()
     assert (
-        found.reason is FailReason.SETUP_FAILED
-        and "task fizz: the program's sandbox stopped unexpectedly" in found.detail
+        failures.reason is FailReason.SETUP_FAILED
+        and "task fizz: the program's sandbox stopped unexpectedly" in failures.detail
     )
 
 

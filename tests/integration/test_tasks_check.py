@@ -60,17 +60,17 @@ def tasks(images: Path, tmp_path: Path) -> Path:
 
 def test_each_task_has_its_faults(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tasks", "check", str(tasks), "--json", "--jobs", "2"]) == 1
-    found = {trial["task"]: trial for trial in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert list(found) == list(TASKS)
+    trials_by_task = {trial["task"]: trial for trial in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert list(trials_by_task) == list(TASKS)
     for name, (_, expected) in TASKS.items():
-        assert len(found[name]["faults"]) == len(expected), found[name]
-        for said, pattern in zip(found[name]["faults"], expected, strict=True):
+        assert len(trials_by_task[name]["faults"]) == len(expected), trials_by_task[name]
+        for said, pattern in zip(trials_by_task[name]["faults"], expected, strict=True):
             assert re.search(pattern, said), said
-    good = found["a-good"]
+    good = trials_by_task["a-good"]
     assert (good["untouched"], good["solved"], good["network"]) == ([0], [1], [])
     assert 0 < good["tests_seconds"] < 10 and 0 < good["solution_seconds"] < 10
-    assert {name for name, one in found.items() if one["network"]} == {"h-tries"}
-    assert sorted(found["h-tries"]["network"]) == ["solution", "tests"]
+    assert {name for name, one in trials_by_task.items() if one["network"]} == {"h-tries"}
+    assert sorted(trials_by_task["h-tries"]["network"]) == ["solution", "tests"]
 
 
 NOISE = "printf '\\033[31m\\033]0;title\\a\\b\\rred\\177\\302\\233A\\377\\342\\200\\250last\\n'"

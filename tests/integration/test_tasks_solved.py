@@ -49,9 +49,9 @@ def tasks(path: Path, images: Path, count: int, libraries: Sequence[str] = ()) -
     for name, sign in list(OPERATORS.items())[:count]:
         root = Path(bare_image(images, f"repo-{name}", "repo", over="small-python", directory="/repo").root)
         for library in libraries:
-            (found,) = Path("/usr/lib").glob(f"*-linux-gnu/{library}")
-            (root / found.parent.relative_to("/")).mkdir(parents=True, exist_ok=True)
-            shutil.copy(found, root / found.relative_to("/"))
+            (library_file,) = Path("/usr/lib").glob(f"*-linux-gnu/{library}")
+            (root / library_file.parent.relative_to("/")).mkdir(parents=True, exist_ok=True)
+            shutil.copy(library_file, root / library_file.relative_to("/"))
         (root / "repo/calc.py").write_text(f"def {name}(a, b):\n    return a {WRONG} b\n")
         folder = task_folder(
             path / name,
@@ -111,9 +111,9 @@ def scores(benches: list[Bench]) -> list[float]:
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_half_of_the_tasks_are_solved_by_a_shell(tmp_path: Path, images: Path, count: int) -> None:
-    found = scores([ShellBench(sample) for sample in tasks(tmp_path, images, count)])
-    assert sum(found) / len(found) == 0.5
-    assert set(found) == {0.0, 1.0}
+    task_scores = scores([ShellBench(sample) for sample in tasks(tmp_path, images, count)])
+    assert sum(task_scores) / len(task_scores) == 0.5
+    assert set(task_scores) == {0.0, 1.0}
 
 
 @pytest.mark.full

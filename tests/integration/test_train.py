@@ -82,9 +82,9 @@ def replayed_to_the_last_bit(run: Run) -> None:
     for last, first, overrides in wanted:
         code, lines = replayed(run, last, *overrides)
         assert code == 0, lines
-        found = {int(line.split()[0]): line.split()[1:] for line in lines[1 : 2 + last - first]}
-        assert list(found) == list(range(first, last + 1))
-        for step, (loss, again, norm, norm_again) in found.items():
+        columns_by_step = {int(line.split()[0]): line.split()[1:] for line in lines[1 : 2 + last - first]}
+        assert list(columns_by_step) == list(range(first, last + 1))
+        for step, (loss, again, norm, norm_again) in columns_by_step.items():
             names = ("actor/pg_loss", "actor/grad_norm")
             assert [loss, norm] == [repr(rows[step][name]) for name in names]
             same = step == first or not overrides  # the first step's weights are those of the checkpoint

@@ -68,11 +68,11 @@ def test_every_name_has_formula_source_and_use(docs: ModuleType) -> None:
 
 def test_a_stale_block_is_replaced_and_prose_is_kept(docs: ModuleType) -> None:
     text = "before\n<!-- generated: presets -->\nold\n<!-- end -->\nafter\n"
-    found = docs.render(text)
-    assert found.startswith("before\n<!-- generated: presets -->\n| preset |") and found.endswith(
+    rendered = docs.render(text)
+    assert rendered.startswith("before\n<!-- generated: presets -->\n| preset |") and rendered.endswith(
         "<!-- end -->\nafter\n"
     )
-    assert "old\n" not in found and docs.render(found) == found
+    assert "old\n" not in rendered and docs.render(rendered) == rendered
 
 
 def test_the_example_of_rewards_earns_what_is_written_below_it(docs: ModuleType) -> None:
@@ -80,17 +80,19 @@ def test_the_example_of_rewards_earns_what_is_written_below_it(docs: ModuleType)
     text = docs.FORMULAS.read_text().partition("<!-- example of rewards -->\n```python\n")[2]
     namespace: dict[str, Any] = {}
     exec(text.partition("```")[0], namespace)
-    made = rules(max_turns=2)
+    episode_rules = rules(max_turns=2)
     query = call("search", '{"query": "capital of Norway"}')
-    asked = advance_episode(made, start(made), TurnGenerated(generation(query)))
-    assert isinstance(asked.command, CallTools)
-    reply = asyncio.run(call_tool(namespace["search"], asked.command.calls[0], 60.0))
+    episode = advance_episode(episode_rules, start(episode_rules), TurnGenerated(generation(query)))
+    assert isinstance(episode.command, CallTools)
+    reply = asyncio.run(call_tool(namespace["search"], episode.command.calls[0], 60.0))
     answered = advance_episode(
-        made, advance_episode(made, asked, ToolsReplied((reply,))), TurnGenerated(generation("Oslo"))
+        episode_rules,
+        advance_episode(episode_rules, episode, ToolsReplied((reply,))),
+        TurnGenerated(generation("Oslo")),
     )
     given = RewardInput(CAPITAL, "Oslo", turns=2)
     verdict = asyncio.run(EpisodeReward([in_loop(namespace["compute_score"])], 60.0).score_episode(given))
-    done = advance_episode(made, answered, EpisodeScored(verdict)).command
+    done = advance_episode(episode_rules, answered, EpisodeScored(verdict)).command
     assert isinstance(done, Done) and done.result.components == {"correct": 1.0, "brief": 1.0}
     assert done.result.turn_rewards == pytest.approx((0.05, 1.15)) and done.result.reward == pytest.approx(
         1.2

@@ -38,7 +38,7 @@ def _delays(seed: int, samples: list[int], log: Path, monkeypatch: pytest.Monkey
         slept.append(seconds)
 
     async def play() -> dict[Any, float]:
-        box = Toolbox({"calculator": made})
+        box = Toolbox({"calculator": calculator})
         found = {}
         for at, row in enumerate(samples):
             session = box.session(Sample(row, "", (), ""))
@@ -50,7 +50,7 @@ def _delays(seed: int, samples: list[int], log: Path, monkeypatch: pytest.Monkey
             await session.close()
         return found
 
-    made = replayed.slow_calculator(mu=-1.0, sigma=1.0, seed=seed, log=str(log))
+    calculator = replayed.slow_calculator(mu=-1.0, sigma=1.0, seed=seed, log=str(log))
     monkeypatch.setattr(replayed.asyncio, "sleep", sleep)
     return asyncio.run(play())
 

@@ -98,9 +98,12 @@ def test_overrides_on_what_a_run_has_recorded(tmp_path: Path) -> None:
         {"name": "x", "model": {"path": "m"}, "data": {"train": "t"}, "trainer": {"lr": 0.25, "ranks": 3}}
     )
     (tmp_path / "config.yaml").write_bytes(msgspec.yaml.encode(recorded))
-    found = composition.recompose(tmp_path, ["trainer.lr=0.5", "algorithm.loss={gspo: {clip_low: 0.1}}"])
-    assert (found.trainer.lr, found.trainer.ranks) == (0.5, 3) and found.model == recorded.model
-    assert found.algorithm.loss == {"gspo": {"clip_low": 0.1}}
+    recomposed = composition.recompose(tmp_path, ["trainer.lr=0.5", "algorithm.loss={gspo: {clip_low: 0.1}}"])
+    assert (recomposed.trainer.lr, recomposed.trainer.ranks) == (
+        0.5,
+        3,
+    ) and recomposed.model == recorded.model
+    assert recomposed.algorithm.loss == {"gspo": {"clip_low": 0.1}}
     for given, said in (("trainer.lrr=1", "unknown key trainer.lrr; did you mean trainer.lr"),
                         ("algorithm=gspo", "algorithm")):  # fmt: skip
         with pytest.raises(ConfigError, match=said):

@@ -30,9 +30,9 @@ SGLANG_DECIDES = {
 
 def pins(name: str) -> dict[str, str]:
     lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
-    found = dict(line.split("==") for line in lines)
-    assert len(found) == len(lines), f"{name}: a package is named twice"
-    return found
+    versions_by_package = dict(line.split("==") for line in lines)
+    assert len(versions_by_package) == len(lines), f"{name}: a package is named twice"
+    return versions_by_package
 
 
 def test_the_gpu_machine_has_the_tested_versions_of_what_sglang_does_not_decide() -> None:
@@ -44,11 +44,15 @@ def test_the_gpu_machine_has_the_tested_versions_of_what_sglang_does_not_decide(
 @pytest.mark.skipif(not SGLANG, reason="no SGLang 0.5.23: make sglang-cpu")
 def test_what_sglang_asks_for_is_pinned_to_a_version_that_it_takes() -> None:
     theirs = pins("constraints-sglang.txt")
-    asked = [Requirement(text) for text in SGLANG[0].requires or []]
-    asked = [each for each in asked if each.marker is None or each.marker.evaluate({"extra": ""})]
-    assert len(asked) > 50
+    requirements = [Requirement(text) for text in SGLANG[0].requires or []]
+    requirements = [
+        each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})
+    ]
+    assert len(requirements) > 50
     wrong = {
-        str(each) for each in asked if theirs.get(canonicalize_name(each.name), "0") not in each.specifier
+        str(each)
+        for each in requirements
+        if theirs.get(canonicalize_name(each.name), "0") not in each.specifier
     }
     assert not wrong
     assert theirs["sglang"] == SGLANG[0].version

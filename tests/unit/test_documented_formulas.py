@@ -211,11 +211,11 @@ def test_corrections(name: str) -> None:
     log_ratio = column(1) - column(2)
     given = CorrectionInput(log_ratio, log_ratio, column(3), row, 0 * row, fresh)
     verdict = rule.of(given, **options)
-    found = verdict.weight if verdict.keep is None else verdict.keep
-    assert found is not None
+    token_weight = verdict.weight if verdict.keep is None else verdict.keep
+    assert token_weight is not None
     formula = formula_of(inspect.getdoc(rule.of) or "")
     wanted = [evaluate(formula, token_symbols(real(token[0]), token, options)) for token in TOKENS]
-    assert found.tolist() == pytest.approx(wanted, rel=1e-12)
+    assert token_weight.tolist() == pytest.approx(wanted, rel=1e-12)
     assert len({round(float(x), 9) for x in wanted}) > 1, "the options act on some tokens only"
 
 
@@ -246,9 +246,11 @@ def test_advantages(name: str) -> None:
     symbols = {"mean": np.mean(rewards), "std": np.std(rewards, ddof=1), "α": 1.0, "f_norm": 1.0}
     of = advantages.get(name).of
     for place, own in enumerate(group):
-        found = of(AdvantageInput(own, group, np.zeros(2), np.zeros(2, dtype=int), len(group), place))
+        computed_advantages = of(
+            AdvantageInput(own, group, np.zeros(2), np.zeros(2, dtype=int), len(group), place)
+        )
         wanted = evaluate(formula_of(inspect.getdoc(of) or ""), {**symbols, "R": own.reward})
-        assert found == pytest.approx(wanted, rel=1e-12)
+        assert computed_advantages == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize("tokens", [10, 85, 100, 120])

@@ -47,9 +47,9 @@ def test_weights_of_a_4_bit_file_come_back_bit_for_bit(
     index = packed.pack(model, folder)
     assert index["wrong"] == 0 and index["parts"] > 1
     packed.unpack(folder, out)
-    found = load_file(out / "model.safetensors")
-    assert found.keys() == given.keys()
-    assert all(torch.equal(found[name], given[name]) for name in given)
+    weights = load_file(out / "model.safetensors")
+    assert weights.keys() == given.keys()
+    assert all(torch.equal(weights[name], given[name]) for name in given)
     assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
 
     (folder / "part-0").write_bytes(b"")

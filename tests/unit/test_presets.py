@@ -104,7 +104,7 @@ def test_a_preset_holds_the_components_it_is_named_for(preset: str) -> None:
     parts = EXPECTED[preset]
     recipe = compose(config)
     algorithm = config.algorithm
-    found = Parts(
+    preset_parts = Parts(
         recipe.advantage_name,
         recipe.loss_name,
         parts.rules if algorithm.correction is None else tuple(algorithm.correction),
@@ -112,7 +112,7 @@ def test_a_preset_holds_the_components_it_is_named_for(preset: str) -> None:
         recipe.optimizer_steps,
         recipe.scale,
     )
-    assert found == parts
+    assert preset_parts == parts
     assert len(recipe.rules) == (2 if parts.rules is None else len(parts.rules))
     assert recipe.weighted is (recipe.loss.ratio == "prox")  # stale data is corrected exactly once
     assert recipe.critic is (preset == "ppo_critic")

@@ -67,10 +67,10 @@ def agrees(found: str, wanted: str) -> bool:
 def test_packed_rows_trees_and_slots_of_an_architecture(kind: str) -> None:
     keys, packed, served = ARCHITECTURES[kind]
     config = default(kind, **keys)
-    found = architecture_problems(config)
-    assert found is not None and not found["padded"]
-    assert agrees(found["packed"], packed) and agrees(found["tree"], packed)
-    assert bool(found["split"]) == (kind == "opt")  # its forward goes around its backbone
+    problems = architecture_problems(config)
+    assert problems is not None and not problems["padded"]
+    assert agrees(problems["packed"], packed) and agrees(problems["tree"], packed)
+    assert bool(problems["split"]) == (kind == "opt")  # its forward goes around its backbone
     assert agrees(decoding_problem(shrunk.shrunken_model(narrowed_config(config))), served)
 
 

@@ -70,9 +70,9 @@ TOOL = Path(__file__).resolve().parents[2] / "tools/make_swe_tasks.py"
 )
 def test_a_line_gets_a_bug(line: str, kind: str, after: str) -> None:
     source = f"class Some:\n    def method(self, first):\n        {line}  # why\n\n\nx = 1   # untouched\n"
-    found = [one for one in mutations(source.encode()) if one.kind == kind]
-    assert after in [one.after.strip().removesuffix("  # why") for one in found]
-    for one in found:
+    mutations_of_kind = [one for one in mutations(source.encode()) if one.kind == kind]
+    assert after in [one.after.strip().removesuffix("  # why") for one in mutations_of_kind]
+    for one in mutations_of_kind:
         lines = source.split("\n")
         assert (one.line, one.before, one.function) == (3, lines[2], "Some.method")
         lines[2] = one.after
@@ -332,8 +332,8 @@ def make_tasks(sdist: Path, out: Path, *words: str) -> subprocess.CompletedProce
 async def test_tasks_are_made_of_a_package(tmp_path: Path, images: Path) -> None:
     small_image(images, "python-pytest", python=True, packages=["pytest"])
     sdist = sdist_of(tmp_path / "toy-1.0", TOY)
-    made = make_tasks(sdist, tmp_path / "one", "--count", "3", "--hold-out", "toy", "--prefix", "x")
-    assert "3 tasks in" in made.stdout, made.stderr
+    task_count = make_tasks(sdist, tmp_path / "one", "--count", "3", "--hold-out", "toy", "--prefix", "x")
+    assert "3 tasks in" in task_count.stdout, task_count.stderr
     again = make_tasks(sdist, tmp_path / "two", "--count", "3", "--jobs", "1", "--prefix", "x")
     assert "3 tasks in" in again.stdout, again.stderr
     folders = sorted((tmp_path / "one/test").iterdir())

@@ -113,7 +113,8 @@ def restore(digits: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) ->
 def closest(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Digits, scale and minimum whose bfloat16 values are closest to the groups'. Digits of 4 bits are 0 to
     15, those of 8 bits -127 to 127, without a minimum."""
-    low, high = (0, 15) if bits == 4 else (-127, 127)
+    low = 0 if bits == 4 else -127
+    high = 15 if bits == 4 else 127
     least = groups.amin(1) if low == 0 else torch.zeros(len(groups))
     largest_values = groups.amax(1) if low == 0 else groups.abs().amax(1)
     guess = torch.stack(((largest_values - least) / high, least)).half()  # scale and minimum

@@ -125,10 +125,10 @@ class ProbeGap(msgspec.Struct, frozen=True):
 
 class Loaded(WireMessage, frozen=True):
     """An engine swapped in a version, or could not. `probe_gap`: by the version's probe, if it was compared.
-    `postponed`: the version is not available now, and is asked for again. `unproven`:
-    the engine has compared no probe since the start. `lost`: nobody delivers the version, about which nothing
-    is known. `process_failed`: the engine is broken, or the process lacks memory, descriptors, threads or
-    room; otherwise an error concerns the version's files."""
+    `postponed`: the version is not available now, and is asked for again. `uncompared`: the version came
+    without a probe. `lost`: nobody delivers the version, about which nothing is known. `process_failed`: the
+    engine is broken, or the process lacks memory, descriptors, threads or room; otherwise an error concerns
+    the version's files."""
 
     ref: WeightsRef
     lane: str
@@ -137,7 +137,7 @@ class Loaded(WireMessage, frozen=True):
     error: str = ""
     probe_gap: ProbeGap | None = None
     postponed: bool = False
-    unproven: bool = False
+    uncompared: bool = False
     lost: bool = False
     process_failed: bool = False
 

@@ -128,11 +128,11 @@ def test_every_name_has_a_row(kind: str, known: set[str], rows: set[str]) -> Non
 def test_on_policy(name: str, options: Any, two: float | Off, three: float | Off) -> None:
     for language, n, wanted in ((FIXED, 2, two), (ENDED, 3, three)):
         truth = true_gradient(language, best_of=n if name == "pass_at_k" else 1)
-        found = gradient(Experiment(name, options=options, language=language, n=n))
+        computed_gradient = gradient(Experiment(name, options=options, language=language, n=n))
         if isinstance(wanted, Off):
-            assert EXACT < angle(found, truth) <= wanted.most
+            assert EXACT < angle(computed_gradient, truth) <= wanted.most
         else:
-            assert error(found, wanted * truth) < EXACT
+            assert error(computed_gradient, wanted * truth) < EXACT
 
 
 def test_groups_of_three_of_all_sequences() -> None:
@@ -145,9 +145,9 @@ def test_groups_of_three_of_all_sequences() -> None:
 @pytest.mark.parametrize("n", [2, 3])
 def test_late_members_are_unbiased(name: str, n: int) -> None:
     """Landed after the deadline of their group: compared with siblings that do not include them."""
-    found = gradient(Experiment(name, n=n, language=ENDED, late=True))
+    computed_gradient = gradient(Experiment(name, n=n, language=ENDED, late=True))
     factor = (n - 1) / n if name == "dr_grpo" else 1
-    assert error(found, factor * true_gradient(ENDED)) < EXACT
+    assert error(computed_gradient, factor * true_gradient(ENDED)) < EXACT
 
 
 # -- scaling by the batch ----------------------------------------------------------------------------
@@ -182,12 +182,12 @@ def scaled_by(scale: Any) -> Any:
     ids=["running", "running-baseline", "whiten", "batch_std", "nonzero"],
 )
 def test_scaling_by_the_batch(name: str, normalise: Any, wanted: float | Off) -> None:
-    found = gradient(Experiment(name, n=3, language=ENDED, normalise=normalise))
+    computed_gradient = gradient(Experiment(name, n=3, language=ENDED, normalise=normalise))
     truth = true_gradient(ENDED)
     if isinstance(wanted, Off):
-        assert EXACT < angle(found, truth) <= wanted.most
+        assert EXACT < angle(computed_gradient, truth) <= wanted.most
     else:
-        assert error(found, wanted * truth) < EXACT
+        assert error(computed_gradient, wanted * truth) < EXACT
 
 
 # -- corrections ---------------------------------------------------------------------------------------
@@ -244,9 +244,9 @@ def test_the_more_of_the_context_a_ratio_covers_the_less_bias(weight: str) -> No
 def test_a_mask_alone_is_no_correction(rules: Rules) -> None:
     """It acts, and more than half of the bias stays: `compose` wants a weight for stale data."""
     without = gradient(Experiment(mu=FAR))
-    found = gradient(Experiment(rules=rules, mu=FAR))
-    assert error(found, without) > 0.01
-    assert angle(found, true_gradient()) > 0.5 * angle(without, true_gradient())
+    computed_gradient = gradient(Experiment(rules=rules, mu=FAR))
+    assert error(computed_gradient, without) > 0.01
+    assert angle(computed_gradient, true_gradient()) > 0.5 * angle(without, true_gradient())
 
 
 def documented() -> list[tuple[Rules, float, float]]:
@@ -263,8 +263,8 @@ def test_the_documented_bias() -> None:
     assert len(documented()) == 10
     for rules, near, far in documented():
         for lag, wanted in ((0.3, near), (FAR, far)):
-            found = angle(gradient(Experiment(rules=rules, mu=lag)), true_gradient())
-            assert found == pytest.approx(wanted, abs=5.1e-4), (name_of(rules), lag)
+            degrees = angle(gradient(Experiment(rules=rules, mu=lag)), true_gradient())
+            assert degrees == pytest.approx(wanted, abs=5.1e-4), (name_of(rules), lag)
 
 
 # -- losses --------------------------------------------------------------------------------------------
@@ -291,12 +291,12 @@ def of_kind(ratio: str) -> list[str]:
 def test_losses_on_policy(name: str) -> None:
     """With pi = prox = mu every loss ascends the true gradient."""
     for language, n in ((FIXED, 2), (ENDED, 3)):
-        found = gradient(Experiment(loss=name, language=language, n=n))
+        computed_gradient = gradient(Experiment(loss=name, language=language, n=n))
         truth = true_gradient(language)
         if name in BIASED_ON_POLICY:
-            assert EXACT < angle(found, truth) <= BIASED_ON_POLICY[name]
+            assert EXACT < angle(computed_gradient, truth) <= BIASED_ON_POLICY[name]
         else:
-            assert error(found, truth) < EXACT
+            assert error(computed_gradient, truth) < EXACT
 
 
 @pytest.mark.parametrize("name", [name for name in losses if losses.get(name).clips])
@@ -314,11 +314,11 @@ def test_every_loss_that_contains_the_ratio_has_a_row() -> None:
 def test_losses_with_their_own_ratio_off_policy(name: str) -> None:
     truth = true_gradient()
     cap = 3.0
-    found = gradient(Experiment(loss=name, loss_options={"cap": cap}, mu=FAR))
+    computed_gradient = gradient(Experiment(loss=name, loss_options={"cap": cap}, mu=FAR))
     wanted = gradient(Experiment(rules={"truncate": {"positive": cap, "negative": cap}}, mu=FAR))
-    assert error(found, wanted) < EXACT, "the same as truncation on reinforce"
+    assert error(computed_gradient, wanted) < EXACT, "the same as truncation on reinforce"
     without = angle(gradient(Experiment(mu=FAR)), truth)
-    assert angle(found, truth) < (MU_LOSSES[name] or 0) * without
+    assert angle(computed_gradient, truth) < (MU_LOSSES[name] or 0) * without
 
 
 @pytest.mark.parametrize(
@@ -334,9 +334,9 @@ def test_bounds_that_never_act_leave_the_plain_ratio(name: str, options: dict[st
 def test_trajectory_balance_is_the_gradient_of_the_regularised_objective(n: int) -> None:
     """2/β · ∇(E[R] − β·KL(pi, ref)) on-policy, less the own share in log Z: (n-1)/n of it."""
     beta = 0.8
-    found = gradient(Experiment(loss="tba", loss_options={"beta": beta}, n=n, language=ENDED))
+    computed_gradient = gradient(Experiment(loss="tba", loss_options={"beta": beta}, n=n, language=ENDED))
     wanted = true_gradient(ENDED, beta=beta) * 2 / beta * (n - 1) / n
-    assert error(found, wanted) < EXACT
+    assert error(computed_gradient, wanted) < EXACT
 
 
 # -- the enumeration itself ------------------------------------------------------------------------------

@@ -138,10 +138,10 @@ def test_by_lag_against_plain_python() -> None:
         tokens = [i for i in range(N) if FRESH[i] and LAG[i] in lags]
         assert tokens, "the example covers all buckets"
         prefix = f"rollout_corr/by_lag/{name}/"
-        found = {key.removeprefix(prefix): v for key, v in metrics.items() if key.startswith(prefix)}
+        values_by_name = {key.removeprefix(prefix): v for key, v in metrics.items() if key.startswith(prefix)}
         wanted = spread(tokens)
-        assert {key: found[key] for key in wanted} == pytest.approx(wanted)
-        assert set(found) - set(wanted) == {"rho_p05", "rho_p50", "rho_p95"}
+        assert {key: values_by_name[key] for key in wanted} == pytest.approx(wanted)
+        assert set(values_by_name) - set(wanted) == {"rho_p05", "rho_p50", "rho_p95"}
 
 
 def test_of_all_tokens_against_plain_python() -> None:
@@ -234,10 +234,10 @@ def test_quantiles_are_those_of_numpy_up_to_the_width_of_a_bin(values: list[floa
     metrics = metrics_of(report_tokens(replace(given, clipped_lower=None)).sums)
     limited = np.clip(values, -20, 20)
     for name, q in (("p05", 0.05), ("p50", 0.5), ("p95", 0.95)):
-        found = math.log(metrics[f"rollout_corr/rho_{name}"])
+        log_ratio = math.log(metrics[f"rollout_corr/rho_{name}"])
         low = np.quantile(limited, q, method="lower")
         high = np.quantile(limited, q, method="higher")
-        assert low - 0.26 * abs(low) - 0.002 <= found <= high + 0.26 * abs(high) + 0.002
+        assert low - 0.26 * abs(low) - 0.002 <= log_ratio <= high + 0.26 * abs(high) + 0.002
 
 
 def correction_input(values: list[float]) -> CorrectionInput:

@@ -160,12 +160,12 @@ def test_over_classes_it_is_at_most_that_over_tokens(name: str) -> None:
     whole = plain(logp, teacher, name)
     before = torch.zeros(40, dtype=torch.float64)
     for k in (1, 3, 6, WORDS - 1):
-        found = divergence(*classes(logp, teacher, k, sampled), name)
-        assert (found >= before - 1e-12).all() and (found <= whole + 1e-12).all()
-        assert k == WORDS - 1 or (found < whole - 1e-4).any()
-        before = found.detach()
-    slopes = [torch.autograd.grad(v.sum(), logits, retain_graph=True)[0] for v in (found, whole)]
-    assert torch.allclose(found, whole, atol=1e-12) and error(*slopes) < EXACT
+        divergences = divergence(*classes(logp, teacher, k, sampled), name)
+        assert (divergences >= before - 1e-12).all() and (divergences <= whole + 1e-12).all()
+        assert k == WORDS - 1 or (divergences < whole - 1e-4).any()
+        before = divergences.detach()
+    slopes = [torch.autograd.grad(v.sum(), logits, retain_graph=True)[0] for v in (divergences, whole)]
+    assert torch.allclose(divergences, whole, atol=1e-12) and error(*slopes) < EXACT
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -186,10 +186,10 @@ def test_the_sampled_token_is_a_class_once_and_a_small_rest_is_not_lost() -> Non
     top = torch.tensor([[0.5, 0.25], [0.5, 0.25]], dtype=torch.float64).log()
     sampled = torch.tensor([0.25, 0.25 - 1e-6], dtype=torch.float64).log()
     twice = torch.tensor([[False, True], [False, False]])
-    found = lumped(top, sampled, twice).exp()
-    assert found[0].tolist() == pytest.approx([0.5, 0.0, 0.25, 0.25])
-    assert found[1].tolist() == pytest.approx([0.5, 0.25, 0.25 - 1e-6, 1e-6], rel=1e-6)
-    assert found.sum(-1).tolist() == pytest.approx([1.0, 1.0])
+    divergences = lumped(top, sampled, twice).exp()
+    assert divergences[0].tolist() == pytest.approx([0.5, 0.0, 0.25, 0.25])
+    assert divergences[1].tolist() == pytest.approx([0.5, 0.25, 0.25 - 1e-6, 1e-6], rel=1e-6)
+    assert divergences.sum(-1).tolist() == pytest.approx([1.0, 1.0])
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ def off_policy(name: str, rules: dict[str, Any], lag: float = 1.0) -> Tensor:
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_the_ratio_of_what_led_to_a_state_makes_it_the_policy_s_own(name: str) -> None:
     """The sampled token itself, and what follows, need no weight."""
-    found = off_policy(name, {"ratio": {"level": "sequence"}})
-    assert error(found, of_states(name)) < EXACT
+    divergences = off_policy(name, {"ratio": {"level": "sequence"}})
+    assert error(divergences, of_states(name)) < EXACT
     assert error(off_policy(name, {"ratio": {"level": "turn"}}), of_states(name)) > 1e-3
 
 

@@ -71,9 +71,9 @@ PARTED = group([0, 0, 0], right=[1, 0, 0], brief=[0, 1, 1])
 def test_by_hand(
     name: str, options: dict[str, object], siblings: list[EpisodeResult], wanted: list[float]
 ) -> None:
-    found = [of(name, own, siblings, **options) for own in siblings]
+    computed_advantages = [of(name, own, siblings, **options) for own in siblings]
     # gdpo's numbers are written without its 1e-6
-    assert found == pytest.approx(wanted, rel=1e-5 if name == "gdpo" else 1e-12, abs=1e-12)
+    assert computed_advantages == pytest.approx(wanted, rel=1e-5 if name == "gdpo" else 1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)

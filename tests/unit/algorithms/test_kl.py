@@ -29,8 +29,8 @@ def test_values_by_hand(distance: float, k1: float, absolute: float, k2: float, 
     wanted = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3, "straight_through": k3}
     assert set(wanted) == set(ESTIMATORS)
     for name, value in wanted.items():
-        found = kl_tokens(logp.double(), reference, name)
-        assert found.tolist() == pytest.approx([0.0, value], abs=1e-12), name
+        kl_estimates = kl_tokens(logp.double(), reference, name)
+        assert kl_estimates.tolist() == pytest.approx([0.0, value], abs=1e-12), name
 
 
 def divergence(p: Tensor, q: Tensor) -> Tensor:

@@ -109,6 +109,6 @@ def test_sums_over_long_episodes_do_not_drift_in_float32() -> None:
     given = loss_input(
         [0.0] * (n + 1), mu=[-x for x in logs], advantage=[-1.0] * (n + 1), dtype=torch.float32
     )
-    found, _ = evaluate("topr", given)
-    assert found.ratio is not None
-    assert found.ratio[0].item() == pytest.approx(math.exp(-10 + n * 1e-5), rel=1e-4)
+    loss, _ = evaluate("topr", given)
+    assert loss.ratio is not None
+    assert loss.ratio[0].item() == pytest.approx(math.exp(-10 + n * 1e-5), rel=1e-4)

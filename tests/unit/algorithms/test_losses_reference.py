@@ -51,11 +51,11 @@ def difference(
     pi = given.logp.detach().clone().requires_grad_()
     wanted = objective(tokens(given, pi))
     (slope,) = torch.autograd.grad(wanted, pi)
-    token, found = evaluate(name, given, **options)
+    token, loss = evaluate(name, given, **options)
     assert float(slope.norm()) > 0.1 and token.clipped.any() == (name in CUTTING)
     value = fixed(wanted)
     apart = abs(fixed(token.value.sum()) - value) / abs(value)
-    return max(apart, float((found - slope).norm() / slope.norm()))
+    return max(apart, float((loss - slope).norm() / slope.norm()))
 
 
 CUTTING = {"gspo", "gmpo", "topr"}

@@ -71,8 +71,8 @@ def test_end_factors_by_hand(scale: Scale, episodes: Moments, varied: float, wan
 
 def test_whitening_by_hand() -> None:
     """1, 1, −2, 0: mean 0, squares 6, /3."""
-    found = Whitening.of(moments(1, 1, -2, 0)).apply(np.array([1.0, 1.0, -2.0, 0.0]))
-    assert found.tolist() == pytest.approx([x / (sqrt(2) + 1e-6) for x in (1, 1, -2, 0)], rel=1e-12)
+    whitening = Whitening.of(moments(1, 1, -2, 0)).apply(np.array([1.0, 1.0, -2.0, 0.0]))
+    assert whitening.tolist() == pytest.approx([x / (sqrt(2) + 1e-6) for x in (1, 1, -2, 0)], rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_running_statistics_are_those_of_a_mixture() -> None:
     """0.9·(0, 1) and 0.1·(2, 3²): mean 0.2, variance 0.9·(1 + 0.04) + 0.1·(9 + 3.24) = 2.16."""
     batch = moments(2 + 3 / sqrt(2), 2 - 3 / sqrt(2))
     assert Whitening.updated(None, batch) == Whitening.of(batch)
-    found = Whitening.updated(Whitening(0.0, 1.0), batch)
-    assert (found.mean, found.std) == pytest.approx((0.2, sqrt(2.16)), rel=1e-9)
+    whitening = Whitening.updated(Whitening(0.0, 1.0), batch)
+    assert (whitening.mean, whitening.std) == pytest.approx((0.2, sqrt(2.16)), rel=1e-9)
 
 
 @pytest.mark.parametrize("batch", [moments(), moments(0, 0, 0), moments(0.3, 0.3), moments(7)])

@@ -22,10 +22,14 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
 
 
 def test_the_default_streams_one_step_with_masked_and_truncated_rho() -> None:
-    found = recipe()
-    assert (found.barrier, found.optimizer_steps, found.prox) == (False, 1, "current")
-    assert [rule.kind for rule in found.rules] == ["mask", "weight"]
-    assert not (found.critic or found.reference)
+    composed_recipe = recipe()
+    assert (composed_recipe.barrier, composed_recipe.optimizer_steps, composed_recipe.prox) == (
+        False,
+        1,
+        "current",
+    )
+    assert [rule.kind for rule in composed_recipe.rules] == ["mask", "weight"]
+    assert not (composed_recipe.critic or composed_recipe.reference)
 
 
 @pytest.mark.parametrize(
@@ -53,8 +57,8 @@ def test_the_default_streams_one_step_with_masked_and_truncated_rho() -> None:
 def test_a_barrier_is_where_something_needs_the_whole_batch(
     sections: dict[str, Any], barrier: bool, prox: str
 ) -> None:
-    found = recipe(**sections)
-    assert (found.barrier, found.prox) == (barrier, prox)
+    composed_recipe = recipe(**sections)
+    assert (composed_recipe.barrier, composed_recipe.prox) == (barrier, prox)
 
 
 def test_models_are_there_for_what_asks_for_them() -> None:

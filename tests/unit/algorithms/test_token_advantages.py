@@ -158,12 +158,14 @@ def test_gae_is_the_recursion_over_model_tokens(
         values=[tokens[i].value for i in at],
     )
     options = {"gamma": gamma, "lam": lam, "turn_gamma": turn_gamma}
-    found = of("gae", given, **options)
-    assert found == pytest.approx([recursive_gae(tokens, i, **options) for i in at], rel=1e-9, abs=1e-9)
+    computed_advantages = of("gae", given, **options)
+    assert computed_advantages == pytest.approx(
+        [recursive_gae(tokens, i, **options) for i in at], rel=1e-9, abs=1e-9
+    )
     kept = len(at) // 2  # masking a prefix changes nothing behind it
     assert given.values is not None
     suffix = replace(given, rewards=given.rewards[kept:], turn=given.turn[kept:], values=given.values[kept:])
-    assert of("gae", suffix, **options) == pytest.approx(found[kept:], rel=1e-9, abs=1e-9)
+    assert of("gae", suffix, **options) == pytest.approx(computed_advantages[kept:], rel=1e-9, abs=1e-9)
 
 
 # -- turns -------------------------------------------------------------------------------------------------
@@ -178,11 +180,11 @@ FOUR = tuple(
 def by_turn(own: EpisodeResult, siblings: Sequence[EpisodeResult], **options: object) -> list[float]:
     """Two tokens per turn; one number per turn."""
     turn = np.repeat(np.arange(len(own.turn_rewards)), 2)
-    found = of(
+    computed_advantages = of(
         "grpo_turn", AdvantageInput(own, siblings, np.zeros(len(turn)), turn, len(siblings)), **options
     )
-    assert found[::2] == found[1::2]
-    return found[::2]
+    assert computed_advantages[::2] == computed_advantages[1::2]
+    return computed_advantages[::2]
 
 
 def test_turns_are_compared_with_the_same_turn_of_siblings_that_have_it() -> None:
@@ -196,14 +198,14 @@ def test_turns_by_their_std() -> None:
     """Variances: 1, 1, 0, 3 have (1 + 1 + 25 + 49)/16 / 3; 0, 1, 3 have (16 + 1 + 25)/9 / 2."""
     first = math.sqrt(76 / 48) + 1e-6
     second = math.sqrt(42 / 18) + 1e-6
-    found = by_turn(FOUR[3], FOUR, std=True)
-    assert found == pytest.approx([7 / 4 / first, 5 / 3 / second, 7 / 4 / first], rel=1e-12)
+    computed_advantages = by_turn(FOUR[3], FOUR, std=True)
+    assert computed_advantages == pytest.approx([7 / 4 / first, 5 / 3 / second, 7 / 4 / first], rel=1e-12)
 
 
 def test_turns_are_discounted() -> None:
     """G of the last with ½: (¾, 1½, 3); of the others (1, 0), (½, 1), (0,)."""
-    found = by_turn(FOUR[3], FOUR, turn_gamma=0.5)
-    assert found == pytest.approx([0.75 - 2.25 / 4, 1.5 - 2.5 / 3, 0.75 - 2.25 / 4], rel=1e-12)
+    computed_advantages = by_turn(FOUR[3], FOUR, turn_gamma=0.5)
+    assert computed_advantages == pytest.approx([0.75 - 2.25 / 4, 1.5 - 2.5 / 3, 0.75 - 2.25 / 4], rel=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
@@ -211,11 +213,13 @@ def test_turns_are_discounted() -> None:
 def test_turns_in_any_order_of_siblings(group: list[list[float]], shift: int) -> None:
     members = [EpisodeResult(math.fsum(turns), 1, tuple(turns)) for i, turns in enumerate(group)]
     for own in members:
-        found = by_turn(own, members)
-        assert by_turn(own, members[shift:] + members[:shift]) == pytest.approx(found, abs=1e-9)
-        assert found[0] == pytest.approx(own.reward - sum(m.reward for m in members) / len(members), abs=1e-9)
+        computed_advantages = by_turn(own, members)
+        assert by_turn(own, members[shift:] + members[:shift]) == pytest.approx(computed_advantages, abs=1e-9)
+        assert computed_advantages[0] == pytest.approx(
+            own.reward - sum(m.reward for m in members) / len(members), abs=1e-9
+        )
         if len(members) == 1:
-            assert found == [0.0] * len(found)
+            assert computed_advantages == [0.0] * len(computed_advantages)
 
 
 def test_equal_turn_rewards_get_zero() -> None:

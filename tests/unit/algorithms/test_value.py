@@ -32,9 +32,9 @@ def test_by_hand(
     value: float, old: float, returns: float, clip: float, loss: float, clipped: bool, gradient: float
 ) -> None:
     v = tensor([value]).requires_grad_()
-    found, cut = value_loss(v, tensor([old]), tensor([returns]), clip)
-    found.sum().backward()
-    assert found.item() == pytest.approx(loss, rel=1e-12)
+    computed_loss, cut = value_loss(v, tensor([old]), tensor([returns]), clip)
+    computed_loss.sum().backward()
+    assert computed_loss.item() == pytest.approx(loss, rel=1e-12)
     assert cut.tolist() == [clipped]
     assert v.grad is not None and v.grad.item() == pytest.approx(gradient, rel=1e-12, abs=1e-12)
 
@@ -53,10 +53,10 @@ def test_values_and_gradients_of_a_plain_reference(clip: float) -> None:
     value, old, returns = torch.randn(3, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     v = value.clone().requires_grad_()
     w = value.clone().requires_grad_()
-    found, clipped = value_loss(v, old, returns, clip)
+    loss, clipped = value_loss(v, old, returns, clip)
     wanted = torch.stack([reference(w[i], old[i].item(), returns[i].item(), clip) for i in range(100)])
-    gradients = torch.autograd.grad(found.sum(), v)[0], torch.autograd.grad(wanted.sum(), w)[0]
-    assert found.tolist() == pytest.approx(wanted.tolist(), rel=1e-12)
+    gradients = torch.autograd.grad(loss.sum(), v)[0], torch.autograd.grad(wanted.sum(), w)[0]
+    assert loss.tolist() == pytest.approx(wanted.tolist(), rel=1e-12)
     assert gradients[0].tolist() == pytest.approx(gradients[1].tolist(), rel=1e-12)
     assert clipped.tolist() == (wanted > (value - returns) ** 2 / 2 + 1e-12).tolist()
     assert 0 < clipped.sum() < 100
@@ -83,8 +83,8 @@ def fit(values: np.ndarray, returns: np.ndarray, cut: int = 0) -> float | None:
     ],
 )
 def test_explained_variance_by_hand(values: list[float], wanted: float) -> None:
-    found = fit(np.array(values), np.array([1.0, 2.0, 6.0]))
-    assert found == pytest.approx(wanted, rel=1e-12, abs=1e-12)
+    fitted = fit(np.array(values), np.array([1.0, 2.0, 6.0]))
+    assert fitted == pytest.approx(wanted, rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize("returns", [[], [0.0, 0.0], [0.1] * 7, [4.0]])

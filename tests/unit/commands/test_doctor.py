@@ -25,8 +25,8 @@ from tests.fakes.data import stored
 
 def lines(text: str, level: str) -> dict[str, str]:
     """Texts of one level, by the name of the check."""
-    found = (line.split(maxsplit=1) for line in text.splitlines() if line.startswith(f"{level} "))
-    return {rest[:14].strip(): rest[15:] for _, rest in found}
+    messages = (line.split(maxsplit=1) for line in text.splitlines() if line.startswith(f"{level} "))
+    return {rest[:14].strip(): rest[15:] for _, rest in messages}
 
 
 def test_errors_are_collected_each_with_what_to_do(given: Given, capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,15 +166,15 @@ def test_without_data_there_is_nothing_to_evaluate_on() -> None:
 def test_a_comparison_is_of_the_samples_that_both_have() -> None:
     numbers = {"val-core/all/sampled/success": {0: 1.0, 1: 0.5, 2: 0.0, 3: 1.0}}
     baseline = {"val-core/all/sampled/success": {0: 0.0, 1: 0.5, 3: 0.5}}
-    (found,) = summarize_metrics(numbers, baseline).values()
-    assert (found["mean"], found["samples"], found["difference"]) == (0.625, 4, 0.5)
-    assert (found["difference_low"], found["difference_high"]) == bootstrap_interval([1.0, 0.0, 0.5])
+    (summary,) = summarize_metrics(numbers, baseline).values()
+    assert (summary["mean"], summary["samples"], summary["difference"]) == (0.625, 4, 0.5)
+    assert (summary["difference_low"], summary["difference_high"]) == bootstrap_interval([1.0, 0.0, 0.5])
 
 
 def test_tasks_of_one_name_are_kept_apart() -> None:
     numbers = {"val-core/all/sampled/success": {0: 1.0, 1: 0.0, 2: 0.5}}
-    found = by_task({0: ("a", "fix"), 1: ("b", "fix"), 2: ("b", "sum")}, numbers)
-    assert found == {
+    metrics_by_task = by_task({0: ("a", "fix"), 1: ("b", "fix"), 2: ("b", "sum")}, numbers)
+    assert metrics_by_task == {
         "a/fix#0": {"sampled/success": 1.0},
         "b/fix#1": {"sampled/success": 0.0},
         "sum": {"sampled/success": 0.5},
@@ -201,7 +201,7 @@ def test_tasks_are_shown_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ["org/fix", "1.0000", "0.5000"],
         ["sum", "1.0000", "1.0000"],
     ]
-    found = {one["label"]: one for one in overview(run_dir, "")["held_out"]}
-    assert found["sampled/success"]["tasks"] == {"org/fix": 0.5, "sum": 1.0}
-    passed = found["sampled/pass@2"]
+    results_by_label = {one["label"]: one for one in overview(run_dir, "")["held_out"]}
+    assert results_by_label["sampled/success"]["tasks"] == {"org/fix": 0.5, "sum": 1.0}
+    passed = results_by_label["sampled/pass@2"]
     assert passed["tasks"]["org/fix"] == passed["after"]["interval"][1] == 1.0

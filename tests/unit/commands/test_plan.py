@@ -96,13 +96,13 @@ def configured(devices: dict[str, object]) -> RunConfig:
 
 def test_what_a_run_recorded(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, "one", 16)
-    found = Measurements.read_run(run_dir, recompose(run_dir, []))
+    measurements = Measurements.read_run(run_dir, recompose(run_dir, []))
     assert (
-        found.recorded == (((RecordedTurn(TOKENS, pytest.approx(WAIT)),),) * 4,) * 18
+        measurements.recorded == (((RecordedTurn(TOKENS, pytest.approx(WAIT)),),) * 4,) * 18
     )  # the newest left out
-    assert found.engine_load.sampling == pytest.approx(16)
-    assert found.engine_load.token_s == pytest.approx(BASE + 16 * SHARE)
-    assert found.publish_s == pytest.approx(0.75) and len(found.rows) == 8
+    assert measurements.engine_load.sampling == pytest.approx(16)
+    assert measurements.engine_load.token_s == pytest.approx(BASE + 16 * SHARE)
+    assert measurements.publish_s == pytest.approx(0.75) and len(measurements.rows) == 8
 
 
 def test_two_runs_give_the_law_and_one_a_guess(

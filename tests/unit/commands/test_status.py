@@ -21,11 +21,11 @@ from tests.unit.coordinator.test_loop import ROWS, LoopSetup, give
 @pytest.fixture
 def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopSetup]:
     give(monkeypatch, ROWS)
-    found = LoopSetup(tmp_path)
-    (found.run_dir / "config.yaml").touch()
-    with lock_directory(found.run_dir, "run_dir"):
-        yield found
-    found.close()
+    loop_setup = LoopSetup(tmp_path)
+    (loop_setup.run_dir / "config.yaml").touch()
+    with lock_directory(loop_setup.run_dir, "run_dir"):
+        yield loop_setup
+    loop_setup.close()
 
 
 def left_behind(run_dir: Path) -> None:
@@ -122,5 +122,5 @@ def test_after_an_end_why_it_ended(
     write_status(setup.run_dir, read_status(setup.run_dir) | status_fields)
     if summary:
         write_summary(setup.run_dir, summary)
-    found = shown(setup.run_dir, capsys)
-    assert found.startswith(f"{setup.run_dir}: {text}") and "waits:" not in found
+    shown_text = shown(setup.run_dir, capsys)
+    assert shown_text.startswith(f"{setup.run_dir}: {text}") and "waits:" not in shown_text

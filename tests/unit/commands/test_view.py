@@ -69,9 +69,9 @@ def make_run(parent: Path, name: str, over: bool = True, **more: object) -> Path
     return run_dir
 
 
-def keys(found: dict[str, Any]) -> dict[str, Any]:
+def keys(view: dict[str, Any]) -> dict[str, Any]:
     """The keys that differ from the defaults."""
-    return {key: value for key, value, _ in found["configuration"]}
+    return {key: value for key, value, _ in view["configuration"]}
 
 
 def recorded(page: Path) -> dict[str, Any]:
@@ -111,9 +111,12 @@ def test_two_runs_side_by_side_and_one_that_is_not_over(tmp_path: Path) -> None:
     second = make_run(tmp_path / "y", "a", over=False, seed=3)
     out = tmp_path / "new" / "both.html"
     assert main([str(first), str(second), str(first), "--html", str(out)]) == 0
-    found = recorded(out)
-    assert [run["name"] for run in found["runs"]["runs"]] == [str(first), str(second)]  # of one name
-    one = found["overview?run=1"]
+    recorded_answers = recorded(out)
+    assert [run["name"] for run in recorded_answers["runs"]["runs"]] == [
+        str(first),
+        str(second),
+    ]  # of one name
+    one = recorded_answers["overview?run=1"]
     assert keys(one)["seed"] == 3 and "trainer.lr" not in keys(one)
     assert one["flow"] == dict.fromkeys(one["flow"], 0) | FLOW  # by its last row
     assert "machine.json is missing or unreadable" in one["notes"][-1]
@@ -133,9 +136,11 @@ def test_what_a_later_launch_changed_is_said_and_an_account_that_is_not_exact(tm
     (run_dir / "config.yaml").write_text("of no interest")
     write_summary(run_dir, summarize(ROWS, FLOW, False))
     assert main([str(run_dir), "--html", str(tmp_path / "a.html")]) == 1
-    found = overview(run_dir, "completed")
-    assert (keys(found)["trainer.lr"], keys(found)["seed"]) == (0.5, 3) and not found["conserved"]
-    assert found["alerts"][-1].line.startswith("resumed with changed keys at step 2: seed: 0 → 3")
+    overview_page = overview(run_dir, "completed")
+    assert (keys(overview_page)["trainer.lr"], keys(overview_page)["seed"]) == (0.5, 3) and not overview_page[
+        "conserved"
+    ]
+    assert overview_page["alerts"][-1].line.startswith("resumed with changed keys at step 2: seed: 0 → 3")
 
 
 def test_what_cannot_be_read_is_said_in_the_page(tmp_path: Path) -> None:

@@ -31,46 +31,47 @@ def _glm_value(value: Any) -> str:
 
 def hermes(calls: Calls) -> str:
     return "\n".join(
-        f"<tool_call>\n{_dumps({'name': name, 'arguments': made})}\n</tool_call>" for name, made in calls
+        f"<tool_call>\n{_dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+        for name, arguments in calls
     )
 
 
 def llama3(calls: Calls) -> str:
-    return "; ".join(_dumps({"name": name, "parameters": made}) for name, made in calls)
+    return "; ".join(_dumps({"name": name, "parameters": arguments}) for name, arguments in calls)
 
 
 def mistral(calls: Calls) -> str:
-    return "[TOOL_CALLS]" + _dumps([{"name": name, "arguments": made} for name, made in calls])
+    return "[TOOL_CALLS]" + _dumps([{"name": name, "arguments": arguments} for name, arguments in calls])
 
 
 def deepseek(calls: Calls) -> str:
     inner = "\n".join(
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{_dumps(made)}\n```<｜tool▁call▁end｜>"
-        for name, made in calls
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{_dumps(arguments)}\n```<｜tool▁call▁end｜>"
+        for name, arguments in calls
     )
     return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
 
 
 def kimi(calls: Calls) -> str:
     inner = "".join(
-        f"<|tool_call_begin|>functions.{name}:{k}<|tool_call_argument_begin|>{_dumps(made)}<|tool_call_end|>"
-        for k, (name, made) in enumerate(calls)
+        f"<|tool_call_begin|>functions.{name}:{k}<|tool_call_argument_begin|>{_dumps(arguments)}<|tool_call_end|>"
+        for k, (name, arguments) in enumerate(calls)
     )
     return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
 
 
 def qwen3_coder(calls: Calls) -> str:
-    def one(name: str, made: dict[str, Any]) -> str:
-        inner = "".join(f"<parameter={k}>\n{_qwen3_value(v)}\n</parameter>\n" for k, v in made.items())
+    def one(name: str, arguments: dict[str, Any]) -> str:
+        inner = "".join(f"<parameter={k}>\n{_qwen3_value(v)}\n</parameter>\n" for k, v in arguments.items())
         return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
     return "\n".join(one(*call) for call in calls)
 
 
 def glm(calls: Calls) -> str:
-    def one(name: str, made: dict[str, Any]) -> str:
+    def one(name: str, arguments: dict[str, Any]) -> str:
         inner = "".join(
-            f"<arg_key>{k}</arg_key>\n<arg_value>{_glm_value(v)}</arg_value>\n" for k, v in made.items()
+            f"<arg_key>{k}</arg_key>\n<arg_value>{_glm_value(v)}</arg_value>\n" for k, v in arguments.items()
         )
         return f"<tool_call>{name}\n{inner}</tool_call>"
 
@@ -78,30 +79,32 @@ def glm(calls: Calls) -> str:
 
 
 def pythonic(calls: Calls) -> str:
-    return f"[{', '.join(f'{name}({_keywords(made)})' for name, made in calls)}]"
+    return f"[{', '.join(f'{name}({_keywords(arguments)})' for name, arguments in calls)}]"
 
 
-def _keywords(made: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in made.items())
+def _keywords(arguments: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
 
 
 def harmony(calls: Calls) -> str:
     return "<|start|>assistant".join(
-        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{_dumps(made)}<|call|>"
-        for name, made in calls
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{_dumps(arguments)}<|call|>"
+        for name, arguments in calls
     )
 
 
 def cohere(calls: Calls) -> str:
     inner = ",\n".join(
-        f'    {{"tool_call_id": "{n}", "tool_name": {_dumps(name)}, "parameters": {_dumps(made)}}}'
-        for n, (name, made) in enumerate(calls)
+        f'    {{"tool_call_id": "{n}", "tool_name": {_dumps(name)}, "parameters": {_dumps(arguments)}}}'
+        for n, (name, arguments) in enumerate(calls)
     )
     return f"<|START_ACTION|>[\n{inner}\n]<|END_ACTION|>"
 
 
 def gemma4(calls: Calls) -> str:
-    return "".join(f"<|tool_call>call:{name}{_gemma_value(made)}<tool_call|>" for name, made in calls)
+    return "".join(
+        f"<|tool_call>call:{name}{_gemma_value(arguments)}<tool_call|>" for name, arguments in calls
+    )
 
 
 def _gemma_value(value: Any) -> str:
@@ -113,19 +116,19 @@ def _gemma_value(value: Any) -> str:
 
 
 def minimax(calls: Calls) -> str:
-    def one(name: str, made: dict[str, Any]) -> str:
-        inner = "".join(f'<parameter name="{k}">{_glm_value(v)}</parameter>\n' for k, v in made.items())
+    def one(name: str, arguments: dict[str, Any]) -> str:
+        inner = "".join(f'<parameter name="{k}">{_glm_value(v)}</parameter>\n' for k, v in arguments.items())
         return f'<invoke name="{name}">{inner}</invoke>\n'
 
     return f"\n<minimax:tool_call>\n{''.join(one(*call) for call in calls)}</minimax:tool_call>"
 
 
 def deepseek_v32(calls: Calls) -> str:
-    def one(name: str, made: dict[str, Any]) -> str:
+    def one(name: str, arguments: dict[str, Any]) -> str:
         inner = "".join(
             f'<｜DSML｜parameter name="{k}" string="{_dumps(isinstance(v, str))}">{_glm_value(v)}'
             "</｜DSML｜parameter>\n"
-            for k, v in made.items()
+            for k, v in arguments.items()
         )
         return f'<｜DSML｜invoke name="{name}">\n{inner}</｜DSML｜invoke>\n'
 
@@ -137,11 +140,11 @@ _JSON_TYPES = {str: "string", bool: "boolean", int: "number", float: "number", d
 
 
 def kimi_k3(calls: Calls) -> str:
-    def one(number: int, name: str, made: dict[str, Any]) -> str:
+    def one(number: int, name: str, arguments: dict[str, Any]) -> str:
         inner = "".join(
             f'<|open|>argument key="{k}" type="{_JSON_TYPES.get(type(v), "null")}"<|sep|>{_glm_value(v)}'
             "<|close|>argument<|sep|>"
-            for k, v in made.items()
+            for k, v in arguments.items()
         )
         return f'<|open|>call tool="{name}" index="{number}"<|sep|>{inner}<|close|>call<|sep|>'
 
@@ -150,8 +153,8 @@ def kimi_k3(calls: Calls) -> str:
 
 
 def seed_oss(calls: Calls) -> str:
-    def one(name: str, made: dict[str, Any]) -> str:
-        inner = "".join(f"<parameter={k}>{_qwen3_value(v)}</parameter>\n" for k, v in made.items())
+    def one(name: str, arguments: dict[str, Any]) -> str:
+        inner = "".join(f"<parameter={k}>{_qwen3_value(v)}</parameter>\n" for k, v in arguments.items())
         return f"\n<seed:tool_call>\n<function={name}>\n{inner}</function>\n</seed:tool_call>"
 
     return "".join(one(*call) for call in calls)

@@ -119,6 +119,8 @@ def test_a_template_that_rewrites_begins_a_row() -> None:
 
 
 class CountingChat(FakeChat):
+    """Lists the kinds of texts that were rendered."""
+
     def __init__(self, rewrites: tuple[str, ...] = ()) -> None:
         super().__init__(rewrites)
         self.rendered: list[str] = []
@@ -127,16 +129,11 @@ class CountingChat(FakeChat):
         self.rendered.append("prompt")
         return super().prompt_ids(messages, tools)
 
-    def delta_ids(
-        self,
-        messages: tuple[Message, ...],
-        after: int,
-        history: tuple[Message, ...] = (),
-        tools: tuple[str, ...] = (),
-    ) -> tuple[int, ...] | None:
-        delta_ids = super().delta_ids(messages, after, history, tools)
-        self.rendered += ["delta"] * (delta_ids is not None)
-        return delta_ids
+    def delta_after_end(self, messages: tuple[Message, ...]) -> tuple[int, ...] | None:
+        delta = super().delta_after_end(messages)
+        if delta is not None:
+            self.rendered.append("delta")
+        return delta
 
     def text_ids(self, text: str, beginning: bool) -> tuple[int, ...]:
         self.rendered += ["text"] * len(text)
@@ -172,8 +169,8 @@ def test_what_is_rendered_before_is_not_rendered_again(
     assert render is not None and chat.rendered == []
     render()
     assert branches.count_prompt_tokens(request) > 100
-    found = branches.find_answers(request, 1 if rendered == ["delta"] else 3)
-    assert isinstance(found, list) and chat.rendered == rendered
+    recorded_answers = branches.find_answers(request, 1 if rendered == ["delta"] else 3)
+    assert isinstance(recorded_answers, list) and chat.rendered == rendered
 
 
 def test_a_long_text_without_a_template_is_tokenised_before_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,10 +183,10 @@ def test_a_long_text_without_a_template_is_tokenised_before_once(monkeypatch: py
         render = branches.pending_rendering(request)
         assert render is not None and chat.rendered == []
         render()
-        found = branches.place_request(request)
-        assert isinstance(found, Placement) and chat.rendered == ["text"] * new
+        placement_or_refusal = branches.place_request(request)
+        assert isinstance(placement_or_refusal, Placement) and chat.rendered == ["text"] * new
         chat.rendered.clear()
-        return found
+        return placement_or_refusal
 
     answered(branches, asked("x" * 200, 200), "42", StopReason.LENGTH)
     assert asked("x" * 200 + "42" + "y" * 150, 150).row == 0
@@ -277,8 +274,8 @@ def test_several_answers_fit_a_limit_or_none_is_sampled() -> None:
     branches = Branches(rules(max_turns=2))
     refusal = branches.find_answers(AgentRequest((USER,)), 3)
     assert isinstance(refusal, Refusal) and refusal.end is EpisodeEnd.MAX_TURNS
-    found = branches.find_answers(AgentRequest((USER,)), 2)
-    assert not isinstance(found, Refusal) and len(found) == 2
+    recorded_answers = branches.find_answers(AgentRequest((USER,)), 2)
+    assert not isinstance(recorded_answers, Refusal) and len(recorded_answers) == 2
 
 
 def test_places_are_given_back_where_a_function_about_the_request_raises() -> None:
@@ -541,10 +538,10 @@ def drive(branches: Branches, steps: list[tuple[int, int, str]]) -> tuple[list[P
     done: list[Placement] = []
     for action, which, text in steps:
         if action < 3:
-            found = branches.place_request(AgentRequest(known[-1 - which % len(known)], TOOLS))
-            if isinstance(found, Placement):
-                waiting.append(found)
-                seen.append(found)
+            placement_or_refusal = branches.place_request(AgentRequest(known[-1 - which % len(known)], TOOLS))
+            if isinstance(placement_or_refusal, Placement):
+                waiting.append(placement_or_refusal)
+                seen.append(placement_or_refusal)
         elif waiting:
             place = waiting.pop(which % len(waiting))
             if action == 3:
@@ -562,8 +559,8 @@ def drive(branches: Branches, steps: list[tuple[int, int, str]]) -> tuple[list[P
 def test_tokens_line_up_whatever_the_agent_does(
     steps: list[tuple[int, int, str]], max_rows: int, max_turns: int, rewrites: tuple[str, ...]
 ) -> None:
-    made = rules(max_tokens=120, max_rows=max_rows, max_turns=max_turns, chat=FakeChat(rewrites))
-    branches = Branches(made)
+    episode_rules = rules(max_tokens=120, max_rows=max_rows, max_turns=max_turns, chat=FakeChat(rewrites))
+    branches = Branches(episode_rules)
     seen, _ = drive(branches, steps)
     assert [turn.index for turn in branches.turns] == list(range(len(branches.turns)))
     assert [row.ids for row in branches.rows] == rows_of(branches.turns)
@@ -586,21 +583,21 @@ def test_any_beginning_of_the_record_can_be_recalled(
     if not overlap:
         steps = [(action, which, text) for _, which, text in steps for action in (0, 4)]
     first = Branches(rules())
-    _, asked = drive(first, steps)
+    _, requests = drive(first, steps)
     recorded: list[Turn] = first.turns[:count]
     second = Branches(rules(), recorded)
-    for before in asked[:count]:
+    for before in requests[:count]:
         place = placed(second, *before.messages, tools=TOOLS)
         try:
-            found = second.recorded_turn(place)
+            recorded_turn = second.recorded_turn(place)
         except ProtocolError:
             assert overlap
             return
-        assert found is not None
-        if found.index > len(second.turns):
+        assert recorded_turn is not None
+        if recorded_turn.index > len(second.turns):
             assert overlap
             return
-        second.add_turn(place, found)
+        second.add_turn(place, recorded_turn)
     assert not second.replaying
     assert second.turns == recorded
 
@@ -635,14 +632,14 @@ def test_answers_that_were_lost_leave_no_trace(
     plan: list[tuple[int, str, int]], count: int, lossy: bool, lossy_again: bool
 ) -> None:
     """Every turn is heard once; neither losses before a crash nor after it change the episode."""
-    made = rules(max_turns=8, max_rows=8)
-    first = Branches(made)
-    second = Branches(made)
+    episode_rules = rules(max_turns=8, max_rows=8)
+    first = Branches(episode_rules)
+    second = Branches(episode_rules)
     heard = converse(first, plan, lossy)
     assert [turn.index for turn in heard] == list(range(len(plan)))
     assert heard == first.turns == converse(second, plan, not lossy)
     assert [row.ids for row in first.rows] == [row.ids for row in second.rows]
-    third = Branches(made, first.turns[:count])
+    third = Branches(episode_rules, first.turns[:count])
     assert converse(third, plan, lossy_again) == first.turns
     assert not third.replaying
 
@@ -657,12 +654,12 @@ def test_a_message_is_itself(text: str) -> None:
 def test_the_words_that_lists_show_are_those_about_the_task_and_no_title(tools: tuple[str, ...]) -> None:
     """The conversation may go on in a new row."""
     branches = Branches(rules(max_turns=9))
-    asked = Message("system", "Give a title."), USER
+    title_messages = Message("system", "Give a title."), USER
     if tools:
-        say(branches, "Sums", *asked)
+        say(branches, "Sums", *title_messages)
     said = say(branches, "let me see", USER, tools=tools)
     say(branches, "<think>hm</think> It is 42 <tool_call>{", USER, said, AGAIN, tools=tools)
-    say(branches, "Forty-two", *asked, AGAIN)
+    say(branches, "Forty-two", *title_messages, AGAIN)
     assert last_words(branches.task_messages) == "It is 42"
     say(branches, "43 after all", Message("user", "a summary"), AGAIN, tools=tools)
     assert last_words(branches.task_messages) == ("43 after all" if tools else "It is 42")

@@ -90,8 +90,11 @@ def test_a_turn_that_the_template_does_not_write_as_one(name: str, fact: Any) ->
 @pytest.mark.parametrize("name", FAMILIES)
 def test_deltas(name: str) -> None:
     chat, (plain, calling) = chat_of(name), (ids(name, end)[0] for end in FAMILIES[name].ends)
-    found = chat.delta_ids((REPLY,), calling, CALLED), chat.delta_ids((Message("user", "Why?"),), plain, SAID)
-    assert {"tool": text(name, found[0]), "user": text(name, found[1])} == FACTS[name]["deltas"]
+    deltas = (
+        chat.delta_ids((REPLY,), calling, CALLED),
+        chat.delta_ids((Message("user", "Why?"),), plain, SAID),
+    )
+    assert {"tool": text(name, deltas[0]), "user": text(name, deltas[1])} == FACTS[name]["deltas"]
 
 
 def test_replies_get_the_numbers_of_their_calls_in_the_whole_conversation() -> None:
@@ -151,9 +154,9 @@ def test_malformed_calls_have_a_place_in_the_history(name: str, fact: str) -> No
 
 @having("warnings")
 def test_warnings_before_a_run(name: str, fact: list[str]) -> None:
-    found = chat_of(name).check_history("fold", ["tool", "tool"])
-    assert len(found) == len(fact)
-    assert all(part in line for part, line in zip(fact, found, strict=True))
+    warnings = chat_of(name).check_history("fold", ["tool", "tool"])
+    assert len(warnings) == len(fact)
+    assert all(part in line for part, line in zip(fact, warnings, strict=True))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -206,9 +209,9 @@ def test_ids_of_calls_are_made_to_fit_alike_in_call_and_reply() -> None:
     said = (Message("user", "Rain?"), Message("assistant", "", (call,)), reply)
     shown = text("mistral-v7", chat_of("mistral-v7").prompt_ids(said))
     assert shown is not None
-    made = shown.partition('"id": "')[2][:9]
-    assert made.isalnum()
-    assert f'"call_id": "{made}"' in shown
+    call_id = shown.partition('"id": "')[2][:9]
+    assert call_id.isalnum()
+    assert f'"call_id": "{call_id}"' in shown
 
 
 def test_a_token_that_the_template_reads_and_the_tokenizer_lacks() -> None:

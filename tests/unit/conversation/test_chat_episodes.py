@@ -98,28 +98,28 @@ def turn_of(name: str, city: str) -> Message:
 def answered(name: str, rules: Rules, episode: Episode, turn: Message) -> Episode:
     """The family's model says the turn; its calls get replies, other turns a question."""
     episode = says(name, rules, episode, turn)
-    asked = episode.command
-    if isinstance(asked, Step):
-        assert asked.message == turn
+    command = episode.command
+    if isinstance(command, Step):
+        assert command.message == turn
         return advance_episode(rules, episode, Observed(Observation((Message("user", "Sure?"),))))
-    assert isinstance(asked, CallTools)
-    assert [call.arguments for call in asked.calls] == [call.arguments for call in turn.tool_calls]
+    assert isinstance(command, CallTools)
+    assert [call.arguments for call in command.calls] == [call.arguments for call in turn.tool_calls]
     return advance_episode(
-        rules, episode, ToolsReplied(tuple(ToolReply(call, "rain") for call in asked.calls))
+        rules, episode, ToolsReplied(tuple(ToolReply(call, "rain") for call in command.calls))
     )
 
 
 def check_row(rules: Rules, episode: Episode) -> None:
     """A row is its turns' contexts and ids, and the next prompt extends it."""
-    asked = episode.command
-    assert isinstance(asked, Generate)
+    command = episode.command
+    assert isinstance(command, Generate)
     for at, row in enumerate(episode.rows):
         assert row == sum(
             (turn.context + turn.generation.ids for turn in episode.turns if turn.row == at), ()
         )
-    if asked.row < len(episode.rows):
-        assert asked.ids[: len(episode.rows[-1])] == episode.rows[-1]
-    assert asked.ids == rules.chat.prompt_ids(conversation(rules, episode), (TOOL,))
+    if command.row < len(episode.rows):
+        assert command.ids[: len(episode.rows[-1])] == episode.rows[-1]
+    assert command.ids == rules.chat.prompt_ids(conversation(rules, episode), (TOOL,))
 
 
 @pytest.mark.parametrize("name", PARSERS)
@@ -237,12 +237,12 @@ def test_a_thought_that_the_prompt_opened_lasts_until_it_is_closed(text: str, st
     """It is no answer, and a call in it is not carried out; the ids are what they are."""
     rules = rules_of("deepseek-r1", history="fork")
     episode = advance_episode(rules, begin_episode(SAMPLE), Opened((TOOL,)))
-    made = wrote(text, stop)
-    episode = advance_episode(rules, episode, TurnGenerated(made))
+    written_generation = wrote(text, stop)
+    episode = advance_episode(rules, episode, TurnGenerated(written_generation))
     assert episode.command == Score(
         "", EpisodeEnd.LENGTH if stop is StopReason.LENGTH else EpisodeEnd.ANSWERED
     )
-    assert episode.turns[0].generation.ids == made.ids
+    assert episode.turns[0].generation.ids == written_generation.ids
     message = conversation(rules, episode)[-1]
     assert (message.content, message.tool_calls) == ("", ())
     assert message.reasoning == text.removeprefix("<think>").strip()

@@ -79,8 +79,8 @@ def test_tags_that_the_template_writes_are_no_content(
     rules = Rules(chat, load_parser(parser), RolloutConfig(max_turns=3, history="fork", environment="fake"))
     episode = advance_episode(rules, begin_episode(Sample(0, "", (QUESTION,), "yes")), Opened())
     ids = written(chat, turn + end)
-    made = Generation(ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 1, 1),), StopReason.STOP)
-    episode = advance_episode(rules, episode, TurnGenerated(made))
+    sampled = Generation(ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 1, 1),), StopReason.STOP)
+    episode = advance_episode(rules, episode, TurnGenerated(sampled))
     assert isinstance(episode.command, Step)
     assert episode.command.message.content == "Yes."
     episode = advance_episode(rules, episode, Observed(Observation((Message("user", "Sure?"),))))

@@ -32,25 +32,27 @@ def sample(*messages: Message, given: int = 0) -> Sample:
     return Sample(7, "test", messages, "null", given=given)
 
 
-def learned(made: Rules, *messages: Message, given: int = 0) -> list[str]:
+def learned(episode_rules: Rules, *messages: Message, given: int = 0) -> list[str]:
     """The text of each turn, stop token left out."""
-    turns = demonstration_turns(made, sample(*messages, given=given), (TOOL,))
+    turns = demonstration_turns(episode_rules, sample(*messages, given=given), (TOOL,))
     assert not isinstance(turns, Fail), turns
-    return [made.chat.decode(turn.generation.ids) for turn in turns]
+    return [episode_rules.chat.decode(turn.generation.ids) for turn in turns]
 
 
 def test_a_conversation_is_the_episode_that_would_have_sampled_it() -> None:
     """Token for token, through the machine that plays episodes."""
-    made = rules()
-    turns = demonstration_turns(made, sample(*TALK), (TOOL,), version=3)
+    episode_rules = rules()
+    turns = demonstration_turns(episode_rules, sample(*TALK), (TOOL,), version=3)
     assert not isinstance(turns, Fail)
-    episode = advance_episode(made, begin_episode(sample(ASK)), Opened((TOOL,)))
+    episode = advance_episode(episode_rules, begin_episode(sample(ASK)), Opened((TOOL,)))
     for turn in turns:
         span = (VersionSpan(0, len(turn.generation.ids), 3, -1),)
         said = Generation(turn.generation.ids, (0.0,) * len(turn.generation.ids), span, StopReason.STOP)
-        episode = advance_episode(made, episode, TurnGenerated(said))
+        episode = advance_episode(episode_rules, episode, TurnGenerated(said))
         if calls := getattr(episode.command, "calls", ()):
-            episode = advance_episode(made, episode, ToolsReplied((ToolReply(calls[0], REPLY.content),)))
+            episode = advance_episode(
+                episode_rules, episode, ToolsReplied((ToolReply(calls[0], REPLY.content),))
+            )
     played = [Turn(turn.index, turn.context, turn.generation) for turn in episode.turns]
     assert played == list(turns) and len(turns) == 2
     assert episode.rows == (rows_of(turns)[0],)
@@ -64,11 +66,11 @@ def test_what_the_assistant_says_is_learned_and_nothing_else() -> None:
 
 
 def test_a_long_reply_of_a_tool_is_cut_as_in_an_episode() -> None:
-    made = rules(max_reply_tokens=20)
+    episode_rules = rules(max_reply_tokens=20)
     long = Message("tool", "rain " * 300, tool_call_id=CALL.id, name=CALL.name)
-    turns = demonstration_turns(made, sample(*TALK[:2], long, ANSWER), (TOOL,))
+    turns = demonstration_turns(episode_rules, sample(*TALK[:2], long, ANSWER), (TOOL,))
     assert not isinstance(turns, Fail)
-    assert made.shorten(long.content) in made.chat.decode(turns[1].context)
+    assert episode_rules.shorten(long.content) in episode_rules.chat.decode(turns[1].context)
 
 
 def test_a_template_that_rewrites_earlier_turns_begins_new_rows() -> None:
@@ -86,12 +88,12 @@ def test_a_template_that_rewrites_earlier_turns_begins_new_rows() -> None:
 
 def test_a_row_that_begins_anew_joins_a_continued_message_with_its_turn() -> None:
     begun = Message("assistant", "It is")
-    made = rules("qwen3", history="fork")
+    episode_rules = rules("qwen3", history="fork")
     talk = (ASK, begun, Message("assistant", " so."), Message("user", "Why?"), ANSWER)
-    turns = demonstration_turns(made, sample(*talk, given=2), ())
+    turns = demonstration_turns(episode_rules, sample(*talk, given=2), ())
     assert not isinstance(turns, Fail) and [turn.row for turn in turns] == [0, 1]
-    assert made.chat.decode(turns[0].generation.ids) == " so."
-    last_row = made.chat.decode(rows_of(turns)[1])
+    assert episode_rules.chat.decode(turns[0].generation.ids) == " so."
+    last_row = episode_rules.chat.decode(rows_of(turns)[1])
     assert "It is so." in last_row and last_row.count("assistant\n") == 2
 
 
@@ -109,8 +111,8 @@ def test_a_row_that_begins_anew_joins_a_continued_message_with_its_turn() -> Non
     ],
 )
 def test_what_cannot_be_learned(messages: tuple[Message, ...], tools: tuple[str, ...], why: str) -> None:
-    found = demonstration_turns(rules(), sample(*messages), tools)
-    assert isinstance(found, Fail) and why in found.detail
+    turns_or_failure = demonstration_turns(rules(), sample(*messages), tools)
+    assert isinstance(turns_or_failure, Fail) and why in turns_or_failure.detail
 
 
 def test_arguments_count_as_values() -> None:

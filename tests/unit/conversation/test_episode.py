@@ -54,14 +54,14 @@ def replies(command: CallTools, text: str = "ok") -> ToolsReplied:
     return ToolsReplied(tuple(ToolReply(c, text, seconds=0.5) for c in command.calls))
 
 
-def play(script: list[str], made: Rules | None = None) -> Episode:
+def play(script: list[str], episode_rules: Rules | None = None) -> Episode:
     """Feed whole turns, answering every command, until the episode is over or the script is."""
-    made = made or rules()
-    episode = start(made)
+    episode_rules = episode_rules or rules()
+    episode = start(episode_rules)
     for text in script:
-        episode = advance_episode(made, episode, TurnGenerated(generation(text)))
+        episode = advance_episode(episode_rules, episode, TurnGenerated(generation(text)))
         if isinstance(episode.command, CallTools):
-            episode = advance_episode(made, episode, replies(episode.command))
+            episode = advance_episode(episode_rules, episode, replies(episode.command))
     return episode
 
 
@@ -81,13 +81,13 @@ ENDINGS: dict[str, tuple[list[str], dict[str, Any], Score]] = {
 
 @pytest.mark.parametrize(("script", "limits", "end"), ENDINGS.values(), ids=ENDINGS)
 def test_an_episode_ends(script: list[str], limits: dict[str, Any], end: Score) -> None:
-    made = rules(**limits)
-    episode = play(script, made)
+    episode_rules = rules(**limits)
+    episode = play(script, episode_rules)
     assert episode.command == end
     assert episode.turns[-1].replies == () or end.end is EpisodeEnd.BAD_CALLS
     tokens = sum(len(turn.generation.ids) for turn in episode.turns)
     earned = (*(0.0 for _ in episode.turns[1:]), 1.0)
-    done = advance_episode(made, episode, EpisodeScored(RewardResult(1.0))).command
+    done = advance_episode(episode_rules, episode, EpisodeScored(RewardResult(1.0))).command
     assert done == Done(EpisodeResult(1.0, tokens, earned, end=end.end))
 
 
@@ -102,11 +102,13 @@ def test_replies_become_the_context_of_the_next_turn() -> None:
 
 
 def test_calls_keep_their_order_and_malformed_ones_are_answered_last() -> None:
-    made = rules()
-    episode = advance_episode(made, start(made), TurnGenerated(generation(call("a") + BAD + call("b"))))
+    episode_rules = rules()
+    episode = advance_episode(
+        episode_rules, start(episode_rules), TurnGenerated(generation(call("a") + BAD + call("b")))
+    )
     assert isinstance(episode.command, CallTools)
     assert [c.name for c in episode.command.calls] == ["a", "b"]
-    episode = advance_episode(made, episode, replies(episode.command))
+    episode = advance_episode(episode_rules, episode, replies(episode.command))
     assert [reply.call.name for reply in episode.turns[0].replies] == ["a", "b", "malformed_call"]
     assert episode.turns[0].replies[2].content.startswith("error: ")
 
@@ -123,25 +125,25 @@ def test_a_good_call_breaks_a_row_of_malformed_ones() -> None:
 
 
 def test_a_turn_cut_by_its_budget_ends_the_episode() -> None:
-    made = rules()
+    episode_rules = rules()
     cut = generation("the answer is <tool_call>{", stop=StopReason.LENGTH)
-    episode = advance_episode(made, start(made), TurnGenerated(cut))
+    episode = advance_episode(episode_rules, start(episode_rules), TurnGenerated(cut))
     assert episode.command == Score("the answer is", EpisodeEnd.LENGTH)
 
 
 def test_the_episode_budget_shrinks_the_last_turn() -> None:
-    made = rules(max_tokens=60, max_new_tokens=55)
-    episode = start(made, sample("0123456789"))
+    episode_rules = rules(max_tokens=60, max_new_tokens=55)
+    episode = start(episode_rules, sample("0123456789"))
     assert isinstance(episode.command, Generate)
     assert episode.command.max_new_tokens == 60 - 11
 
 
 def test_replies_that_leave_no_room_end_the_episode() -> None:
     text = "so " + call("a")
-    made = rules(max_tokens=2 + len(text) + 1 + 5)
-    episode = advance_episode(made, start(made), TurnGenerated(generation(text)))
+    episode_rules = rules(max_tokens=2 + len(text) + 1 + 5)
+    episode = advance_episode(episode_rules, start(episode_rules), TurnGenerated(generation(text)))
     assert isinstance(episode.command, CallTools)
-    episode = advance_episode(made, episode, replies(episode.command, "0123456789"))
+    episode = advance_episode(episode_rules, episode, replies(episode.command, "0123456789"))
     assert episode.command == Score("so", EpisodeEnd.LENGTH)
     assert len(episode.turns[0].replies) == 1
 
@@ -178,21 +180,23 @@ SPAN = VersionSpan(0, 2, 0, 0)
     ],
 )
 def test_an_unusable_generation_is_an_engine_error(wrong: Generation) -> None:
-    made = rules()
-    episode = advance_episode(made, start(made), TurnGenerated(wrong))
+    episode_rules = rules()
+    episode = advance_episode(episode_rules, start(episode_rules), TurnGenerated(wrong))
     assert isinstance(episode.command, Fail)
     assert episode.command.reason is FailReason.ENGINE_ERROR
     assert episode.turns == ()
 
 
 def test_missing_or_swapped_replies_are_refused() -> None:
-    made = rules()
-    episode = advance_episode(made, start(made), TurnGenerated(generation(call("a") + call("b"))))
+    episode_rules = rules()
+    episode = advance_episode(
+        episode_rules, start(episode_rules), TurnGenerated(generation(call("a") + call("b")))
+    )
     assert isinstance(episode.command, CallTools)
     good = replies(episode.command).replies
     for wrong in (good[:1], good[::-1], (), good + good[:1]):
         with pytest.raises(ProtocolError):
-            advance_episode(made, episode, ToolsReplied(wrong))
+            advance_episode(episode_rules, episode, ToolsReplied(wrong))
 
 
 def test_recorded_turns_that_do_not_fit_are_refused() -> None:
@@ -213,16 +217,16 @@ def test_recorded_turns_that_do_not_fit_are_refused() -> None:
 
 def test_refused_calls_in_a_row_end_the_episode_like_malformed_ones() -> None:
     """Calls of tools that are not there, or with wrong arguments: nothing was run."""
-    made = rules(max_bad_calls=3)
+    episode_rules = rules(max_bad_calls=3)
 
     def answered(episode: Episode, text: str, refused: bool) -> Episode:
-        episode = advance_episode(made, episode, TurnGenerated(generation(text)))
+        episode = advance_episode(episode_rules, episode, TurnGenerated(generation(text)))
         if not isinstance(episode.command, CallTools):
             return episode
         said = (ToolReply(c, "no", refused=refused) for c in episode.command.calls)
-        return advance_episode(made, episode, ToolsReplied(tuple(said)))
+        return advance_episode(episode_rules, episode, ToolsReplied(tuple(said)))
 
-    episode = answered(answered(start(made), BAD, True), call("nope"), True)
+    episode = answered(answered(start(episode_rules), BAD, True), call("nope"), True)
     assert episode.bad_calls == 2
     assert answered(episode, call("a"), False).bad_calls == 0
     assert answered(episode, call("a") + BAD, False).bad_calls == 1
@@ -231,23 +235,27 @@ def test_refused_calls_in_a_row_end_the_episode_like_malformed_ones() -> None:
 
 def test_calls_that_the_environment_answers_are_limited_too() -> None:
     own = Opened(("",), own_tools=frozenset({"move"}))
-    made = rules(environment=True, max_calls=1)
-    episode = advance_episode(made, start(made, opened=own), TurnGenerated(generation(call("move"))))
-    episode = advance_episode(made, episode, said("moved"))
+    episode_rules = rules(environment=True, max_calls=1)
+    episode = advance_episode(
+        episode_rules, start(episode_rules, opened=own), TurnGenerated(generation(call("move")))
+    )
+    episode = advance_episode(episode_rules, episode, said("moved"))
     assert episode.tool_calls == 1
-    episode = advance_episode(made, episode, TurnGenerated(generation(call("move"))))
+    episode = advance_episode(episode_rules, episode, TurnGenerated(generation(call("move"))))
     assert episode.command == Score("", EpisodeEnd.MAX_CALLS)
 
 
 def test_what_an_environment_says_is_cut() -> None:
-    made = rules(environment=True, max_reply_tokens=3)
+    episode_rules = rules(environment=True, max_reply_tokens=3)
     hello = Opened(messages=(Message("user", "guess"),))
-    episode = advance_episode(made, start(made, opened=hello), TurnGenerated(generation("5")))
+    episode = advance_episode(
+        episode_rules, start(episode_rules, opened=hello), TurnGenerated(generation("5"))
+    )
     assert episode.turns[0].context == (*encode("qgue"), 2)
     thinking = Observation((Message("user", "higher", reasoning="because"),))
-    episode = advance_episode(made, episode, Observed(thinking))
+    episode = advance_episode(episode_rules, episode, Observed(thinking))
     assert episode.turns[0].observation == Observation((Message("user", "hig", reasoning="bec"),))
-    assert resume_episode(made, sample(), hello, episode.turns) == episode
+    assert resume_episode(episode_rules, sample(), hello, episode.turns) == episode
 
 
 def test_a_recorded_turn_that_is_too_long_by_now_is_refused() -> None:
@@ -257,11 +265,11 @@ def test_a_recorded_turn_that_is_too_long_by_now_is_refused() -> None:
 
 
 def test_replies_are_cut_before_anybody_reads_them() -> None:
-    made = rules(max_reply_tokens=3)
-    episode = start(made)
-    episode = advance_episode(made, episode, TurnGenerated(generation(call("a") + BAD)))
+    episode_rules = rules(max_reply_tokens=3)
+    episode = start(episode_rules)
+    episode = advance_episode(episode_rules, episode, TurnGenerated(generation(call("a") + BAD)))
     assert isinstance(episode.command, CallTools)
-    episode = advance_episode(made, episode, replies(episode.command, "0123456789"))
+    episode = advance_episode(episode_rules, episode, replies(episode.command, "0123456789"))
     assert [reply.content for reply in episode.turns[0].replies] == ["012", "err"]
     assert isinstance(episode.command, Generate)
     assert episode.command.ids[-len("[012][err]") - 1 : -1] == encode("[012][err]")
@@ -269,9 +277,11 @@ def test_replies_are_cut_before_anybody_reads_them() -> None:
 
 @pytest.mark.parametrize("text", ["so " + call("a"), "so " + BAD])
 def test_without_tools_nothing_is_a_call(text: str) -> None:
-    made = rules()
+    episode_rules = rules()
     episode = advance_episode(
-        made, start(made, opened=Opened()), TurnGenerated(generation("<think>hm</think>" + text))
+        episode_rules,
+        start(episode_rules, opened=Opened()),
+        TurnGenerated(generation("<think>hm</think>" + text)),
     )
     assert episode.command == Score(text, EpisodeEnd.ANSWERED)
 
@@ -325,7 +335,7 @@ def test_calls_that_the_environment_answers_go_to_it_and_others_to_tools() -> No
         WORLD, start(WORLD, opened=own), TurnGenerated(generation("so " + call("move")))
     )
     assert isinstance(episode.command, Step)
-    assert [made.name for made in episode.command.message.tool_calls] == ["move"]
+    assert [tool_call.name for tool_call in episode.command.message.tool_calls] == ["move"]
     other = advance_episode(WORLD, start(WORLD, opened=own), TurnGenerated(generation(call("look"))))
     assert isinstance(other.command, CallTools)
 
@@ -335,59 +345,67 @@ def forking(history: str = "fork", **limits: Any) -> Rules:
 
 
 def test_a_template_that_rewrites_fails_or_begins_a_row() -> None:
-    made = forking("append")
+    episode_rules = forking("append")
     episode = advance_episode(
-        made, advance_episode(made, start(made), TurnGenerated(generation("5"))), said("higher")
+        episode_rules,
+        advance_episode(episode_rules, start(episode_rules), TurnGenerated(generation("5"))),
+        said("higher"),
     )
     assert isinstance(episode.command, Fail)
     assert episode.command.reason is FailReason.MISALIGNED
-    made = forking()
+    episode_rules = forking()
     episode = advance_episode(
-        made, advance_episode(made, start(made), TurnGenerated(generation("5"))), said("higher")
+        episode_rules,
+        advance_episode(episode_rules, start(episode_rules), TurnGenerated(generation("5"))),
+        said("higher"),
     )
     assert episode.command == Generate((*encode("q5higher"), 2), 512, row=1)
-    episode = advance_episode(made, episode, TurnGenerated(generation("7")))
+    episode = advance_episode(episode_rules, episode, TurnGenerated(generation("7")))
     assert [turn.row for turn in episode.turns] == [0, 1]
     assert episode.rows == tuple(turn.context + turn.generation.ids for turn in episode.turns)
-    assert resume_episode(made, sample(), OPENED, episode.turns) == episode
+    assert resume_episode(episode_rules, sample(), OPENED, episode.turns) == episode
 
 
 def test_rows_are_limited() -> None:
-    made = forking(max_rows=2)
-    episode = start(made)
+    episode_rules = forking(max_rows=2)
+    episode = start(episode_rules)
     for word in ("1", "2"):
         episode = advance_episode(
-            made, advance_episode(made, episode, TurnGenerated(generation(word))), said("no")
+            episode_rules,
+            advance_episode(episode_rules, episode, TurnGenerated(generation(word))),
+            said("no"),
         )
     assert episode.command == Score("2", EpisodeEnd.MAX_ROWS)
 
 
 def test_a_full_row_goes_on_without_the_oldest_replies() -> None:
-    made = rules(history="fold", max_tokens=800, max_new_tokens=60, max_turns=9)
-    episode = start(made)
+    episode_rules = rules(history="fold", max_tokens=800, max_new_tokens=60, max_turns=9)
+    episode = start(episode_rules)
     while isinstance(episode.command, Generate) and episode.command.row == 0:
-        episode = advance_episode(made, episode, TurnGenerated(generation(call("a"))))
+        episode = advance_episode(episode_rules, episode, TurnGenerated(generation(call("a"))))
         assert isinstance(episode.command, CallTools)
-        episode = advance_episode(made, episode, replies(episode.command, f"{'x' * 99} {len(episode.turns)}"))
+        episode = advance_episode(
+            episode_rules, episode, replies(episode.command, f"{'x' * 99} {len(episode.turns)}")
+        )
     assert isinstance(episode.command, Generate)
     shown = "".join(map(chr, episode.command.ids))
     assert len(episode.command.ids) <= 800 - 800 // 4
     assert 0 < episode.folded < len(episode.turns)
     assert shown.count("[[dropped]]") == episode.folded
     assert shown.endswith(f"x {len(episode.turns)}]\x02")
-    assert conversation(made, episode)[0] == Message("user", "q")
-    again = resume_episode(made, sample(), OPENED, episode.turns)
+    assert conversation(episode_rules, episode)[0] == Message("user", "q")
+    again = resume_episode(episode_rules, sample(), OPENED, episode.turns)
     assert again == episode
 
 
 def test_a_row_is_full_when_the_longest_turn_no_longer_fits() -> None:
     def third_turn(max_tokens: int) -> Episode:
-        made = rules(history="fold", max_tokens=max_tokens, max_new_tokens=60)
-        episode = start(made)
+        episode_rules = rules(history="fold", max_tokens=max_tokens, max_new_tokens=60)
+        episode = start(episode_rules)
         for _ in range(2):
-            episode = advance_episode(made, episode, TurnGenerated(generation(call("a"))))
+            episode = advance_episode(episode_rules, episode, TurnGenerated(generation(call("a"))))
             assert isinstance(episode.command, CallTools)
-            episode = advance_episode(made, episode, replies(episode.command, "x" * 99))
+            episode = advance_episode(episode_rules, episode, replies(episode.command, "x" * 99))
         return episode
 
     command = third_turn(4096).command
@@ -397,29 +415,29 @@ def test_a_row_is_full_when_the_longest_turn_no_longer_fits() -> None:
 
 
 def test_a_row_that_nothing_can_be_dropped_from_ends_the_episode() -> None:
-    made = rules(history="fold", max_tokens=100, max_new_tokens=60)
-    episode = advance_episode(made, start(made), TurnGenerated(generation(call("a"))))
+    episode_rules = rules(history="fold", max_tokens=100, max_new_tokens=60)
+    episode = advance_episode(episode_rules, start(episode_rules), TurnGenerated(generation(call("a"))))
     assert isinstance(episode.command, CallTools)
-    episode = advance_episode(made, episode, replies(episode.command, "x" * 90))
+    episode = advance_episode(episode_rules, episode, replies(episode.command, "x" * 90))
     assert episode.command == Score("", EpisodeEnd.LENGTH)
 
 
 def test_a_teacher_s_prompt_begins_each_row_otherwise() -> None:
     """With what only it is told; the turns that follow in a row are the same, also after a restart."""
-    made = dataclasses.replace(rules(), privilege="It is {ground_truth}.")
+    episode_rules = dataclasses.replace(rules(), privilege="It is {ground_truth}.")
     given = sample("2 plus 2", ground_truth='"4"')
-    episode = start(made, given)
+    episode = start(episode_rules, given)
     for text in (call("add"), "4"):
-        episode = advance_episode(made, episode, TurnGenerated(generation(text)))
+        episode = advance_episode(episode_rules, episode, TurnGenerated(generation(text)))
         if isinstance(episode.command, CallTools):
-            episode = advance_episode(made, episode, replies(episode.command))
+            episode = advance_episode(episode_rules, episode, replies(episode.command))
             assert isinstance(episode.command, Generate)
-            second_prompt = teacher_prompt(made, episode, episode.command)
+            second_prompt = teacher_prompt(episode_rules, episode, episode.command)
     first, second = episode.turns
     assert second_prompt == first.taught + first.generation.ids + second.context
     assert "It is 4.\n\n2 plus 2" in FakeChat().decode(first.taught) and second.taught == ()
     assert first.context == start(rules(), given).command.ids  # type: ignore[union-attr]
-    assert resume_episode(made, given, OPENED, episode.turns).turns == episode.turns
+    assert resume_episode(episode_rules, given, OPENED, episode.turns).turns == episode.turns
     plain = start(rules(), given)
     assert advance_episode(rules(), plain, TurnGenerated(generation("4"))).turns[0].taught == ()
 
@@ -444,18 +462,18 @@ def test_a_teacher_s_prompt_begins_each_row_otherwise() -> None:
 def test_a_row_that_begins_anew_shows_the_first_turn_with_the_words_that_it_goes_on_with(
     last: Message, turn: str, prompt: str
 ) -> None:
-    made = rules(
+    episode_rules = rules(
         chat=FakeChat(rewrites=("user", "tool"), thoughts=True), environment=True, history="fork", max_rows=2
     )
     opened = Opened(OPENED.tools, messages=(Message("user", "?"), last))
     given = msgspec.structs.replace(sample(), prompt=())
-    episode = advance_episode(made, begin_episode(given), opened)
-    episode = advance_episode(made, episode, TurnGenerated(generation(turn)))
+    episode = advance_episode(episode_rules, begin_episode(given), opened)
+    episode = advance_episode(episode_rules, episode, TurnGenerated(generation(turn)))
     if isinstance(episode.command, Step):
-        episode = advance_episode(made, episode, Observed(Observation((Message("user", "no"),))))
+        episode = advance_episode(episode_rules, episode, Observed(Observation((Message("user", "no"),))))
     assert isinstance(episode.command, Generate) and episode.command.row == 1
-    assert made.chat.decode(episode.command.ids[:-1]).startswith(prompt)
-    assert resume_episode(made, given, opened, episode.turns) == episode
+    assert episode_rules.chat.decode(episode.command.ids[:-1]).startswith(prompt)
+    assert resume_episode(episode_rules, given, opened, episode.turns) == episode
 
 
 @pytest.mark.parametrize(

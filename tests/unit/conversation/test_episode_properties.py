@@ -183,7 +183,7 @@ def answer(draw: st.DrawFn, command: Command) -> Event:
 class Played:
     """Every state of an episode, and what was generated and replied in it."""
 
-    made: Rules
+    rules: Rules
     states: list[Episode] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
@@ -199,30 +199,30 @@ class Played:
 @st.composite
 def played(draw: st.DrawFn) -> Played:
     """An episode to its end, or for as many events as can happen in one."""
-    made = draw(setups())
-    play = Played(made, [begin_episode(SAMPLE)])
-    while not play.last.over and len(play.events) <= most_events(made):
+    drawn_rules = draw(setups())
+    play = Played(drawn_rules, [begin_episode(SAMPLE)])
+    while not play.last.over and len(play.events) <= most_events(drawn_rules):
         play.events.append(answer(draw, play.last.command))
-        play.states.append(advance_episode(made, play.last, play.events[-1]))
+        play.states.append(advance_episode(drawn_rules, play.last, play.events[-1]))
     return play
 
 
-def most_events(made: Rules) -> int:
+def most_events(episode_rules: Rules) -> int:
     """Opened, a turn and its answer max_turns times, Scored."""
-    return 2 + 2 * made.config.max_turns
+    return 2 + 2 * episode_rules.config.max_turns
 
 
 # -- promises ------------------------------------------------------------------------------------------
 
 
 def every_episode_ends_within_its_limits(play: Played) -> None:
-    made = play.made
+    episode_rules = play.rules
     last = play.last
-    assert last.over and len(play.events) <= most_events(made)
-    assert len(last.turns) <= made.config.max_turns
-    assert len(last.rows) <= made.config.max_rows
-    assert last.tool_calls <= made.config.max_calls
-    assert all(len(row) <= made.config.max_tokens for row in last.rows)
+    assert last.over and len(play.events) <= most_events(episode_rules)
+    assert len(last.turns) <= episode_rules.config.max_turns
+    assert len(last.rows) <= episode_rules.config.max_rows
+    assert last.tool_calls <= episode_rules.config.max_calls
+    assert all(len(row) <= episode_rules.config.max_tokens for row in last.rows)
     if isinstance(last.command, Fail):
         assert last.command.reason in (
             FailReason.PROMPT_TOO_LONG,
@@ -232,23 +232,23 @@ def every_episode_ends_within_its_limits(play: Played) -> None:
 
 
 def every_prompt_leaves_room(play: Played) -> None:
-    limits = play.made.config
+    limits = play.rules.config
     for state in play.states:
-        if isinstance(asked := state.command, Generate):
-            assert 1 <= asked.max_new_tokens <= limits.max_new_tokens
-            assert len(asked.ids) + asked.max_new_tokens <= limits.max_tokens
+        if isinstance(command := state.command, Generate):
+            assert 1 <= command.max_new_tokens <= limits.max_new_tokens
+            assert len(command.ids) + command.max_new_tokens <= limits.max_tokens
 
 
 def rows_are_exactly_what_the_engine_read_and_wrote(play: Played) -> None:
     """Each generation is in one turn, once, after the prompt that it was asked with."""
-    asked = [
+    commands_and_generations = [
         (state.command, event.generation)
         for state, event in zip(play.states, play.events, strict=False)
         if isinstance(event, TurnGenerated) and isinstance(state.command, Generate)
     ]
-    assert len(play.last.turns) == len(asked)
+    assert len(play.last.turns) == len(commands_and_generations)
     rows: dict[int, tuple[int, ...]] = {}
-    for turn, (command, generation) in zip(play.last.turns, asked, strict=True):
+    for turn, (command, generation) in zip(play.last.turns, commands_and_generations, strict=True):
         assert (turn.generation.ids, turn.generation.logprobs, turn.generation.spans) == (
             generation.ids,
             generation.logprobs,
@@ -277,18 +277,18 @@ def calls_go_where_they_belong(play: Played) -> None:
     for state in play.states[1:]:
         if not isinstance(state.command, CallTools | Step):
             continue
-        said = play.made.parse(play.made.chat.decode(state.turns[-1].generation.ids))
-        for_environment = not said.errors and any(made.name in own for made in said.calls)
+        said = play.rules.parse(play.rules.chat.decode(state.turns[-1].generation.ids))
+        for_environment = not said.errors and any(tool_call.name in own for tool_call in said.calls)
         if isinstance(state.command, CallTools):
             assert not for_environment
             assert (state.command.calls, state.command.errors) == (said.calls, said.errors)
         else:
-            assert for_environment or (play.made.config.environment and not said.calls and not said.errors)
+            assert for_environment or (play.rules.config.environment and not said.calls and not said.errors)
             assert state.command.message.tool_calls == said.calls
 
 
 def no_reply_is_lost_and_the_next_turn_reads_it(play: Played) -> None:
-    made = play.made
+    episode_rules = play.rules
     for before, event, after in zip(play.states, play.events, play.states[1:], strict=False):
         if not isinstance(event, ToolsReplied | Observed):
             continue
@@ -302,10 +302,10 @@ def no_reply_is_lost_and_the_next_turn_reads_it(play: Played) -> None:
                 *(0.0 for _ in before.command.errors),
             ]
             for reply, given in zip(turn.replies, event.replies, strict=False):
-                assert reply.content == given.content[: made.config.max_reply_tokens]
+                assert reply.content == given.content[: episode_rules.config.max_reply_tokens]
         else:
             assert isinstance(event, Observed)
-            assert turn.observation == shorten_observation(made, event.observation)
+            assert turn.observation == shorten_observation(episode_rules, event.observation)
         if isinstance(after.command, Generate):
             assert_read(after, turn)
 
@@ -321,7 +321,7 @@ def assert_read(episode: Episode, turn: Turn) -> None:
 
 def the_conversation_has_everything(play: Played) -> None:
     for state in play.states:
-        shown = conversation(play.made, state)
+        shown = conversation(play.rules, state)
         expected = len(SAMPLE.prompt) + len(state.opened.messages)
         for turn in state.turns:
             expected += 1 + len(turn.replies) + (len(turn.observation.messages) if turn.observation else 0)
@@ -337,7 +337,7 @@ def recorded_turns_give_the_state_at_every_moment(play: Played) -> None:
         assert state.turns[:-1] == play.last.turns[: max(0, len(state.turns) - 1)]
         recorded_turns = msgspec.msgpack.decode(msgspec.msgpack.encode(state.turns), type=tuple[Turn, ...])
         assert recorded_turns == state.turns
-        assert resume_episode(play.made, SAMPLE, play.opened, recorded_turns) == state
+        assert resume_episode(play.rules, SAMPLE, play.opened, recorded_turns) == state
 
 
 def only_answers_are_taken(play: Played) -> None:
@@ -347,7 +347,7 @@ def only_answers_are_taken(play: Played) -> None:
             if fits and not (isinstance(state.command, CallTools) and event == ToolsReplied(())):
                 continue
             with pytest.raises(ProtocolError):
-                advance_episode(play.made, state, event)
+                advance_episode(play.rules, state, event)
 
 
 def time_may_run_out_at_any_moment(play: Played) -> None:
@@ -359,7 +359,7 @@ def time_may_run_out_at_any_moment(play: Played) -> None:
         if state.turns:
             assert isinstance(after.command, Score) and after.command.end is EpisodeEnd.TIMEOUT
             assert isinstance(
-                advance_episode(play.made, after, EpisodeScored(RewardResult(1.0))).command, Done
+                advance_episode(play.rules, after, EpisodeScored(RewardResult(1.0))).command, Done
             )
         else:
             assert isinstance(after.command, Fail) and after.command.reason is FailReason.DEADLINE
@@ -381,12 +381,12 @@ def rewards_are_all_counted_once(play: Played) -> None:
 
 def an_agent_gets_the_same_rows_and_limits(play: Played) -> None:
     """Its requests are the conversation as the machine has it; rows of an agent are never folded."""
-    made = play.made
-    branches = Branches(play.made)
-    if made.config.history != "fork":
+    episode_rules = play.rules
+    branches = Branches(play.rules)
+    if episode_rules.config.history != "fork":
         return
     for state, event in zip_longest(play.states, play.events):
-        messages = conversation(made, state)
+        messages = conversation(episode_rules, state)
         ends = EpisodeEnd
         match state.command:
             case Generate() as asked:
@@ -398,13 +398,18 @@ def an_agent_gets_the_same_rows_and_limits(play: Played) -> None:
                 assert branches.end is EpisodeEnd.LENGTH
             case Score(end=ends.LENGTH | ends.MAX_ROWS | ends.MAX_TURNS as end):
                 more = (Message("user", "more"),) if end is ends.MAX_TURNS else ()
-                found = branches.place_request(AgentRequest(messages + more, state.opened.tools))
-                assert isinstance(found, Refusal) and found.end is branches.end is end
+                placement_or_refusal = branches.place_request(
+                    AgentRequest(messages + more, state.opened.tools)
+                )
+                assert (
+                    isinstance(placement_or_refusal, Refusal)
+                    and placement_or_refusal.end is branches.end is end
+                )
                 REFUSED.add(end)
             case Fail(reason=FailReason.PROMPT_TOO_LONG):
-                found = branches.place_request(AgentRequest(messages, state.opened.tools))
-                assert isinstance(found, Refusal)
-                assert found.end is EpisodeEnd.LENGTH
+                placement_or_refusal = branches.place_request(AgentRequest(messages, state.opened.tools))
+                assert isinstance(placement_or_refusal, Refusal)
+                assert placement_or_refusal.end is EpisodeEnd.LENGTH
     shown = [(turn.index, turn.row, turn.context, turn.generation.ids) for turn in play.last.turns]
     assert [(turn.index, turn.row, turn.context, turn.generation.ids) for turn in branches.turns] == shown
     assert [row.ids for row in branches.rows] == list(play.last.rows)

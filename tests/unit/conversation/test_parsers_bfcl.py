@@ -17,9 +17,9 @@ TEMPLATES = ("deepseek-v3-0324", "glm4.5", "llama3.1", "mistral-v3", "mistral-v7
 
 @pytest.fixture(scope="module")
 def asked() -> list[Question]:
-    found = questions()
-    assert sum(len(question.calls) for question in found) > 2900
-    return found
+    question_list = questions()
+    assert sum(len(question.calls) for question in question_list) > 2900
+    return question_list
 
 
 def check(name: str, written: list[tuple[str, Question, Calls]]) -> None:
@@ -49,14 +49,14 @@ def test_right_calls_are_read_as_a_real_template_writes_them(name: str, asked: l
 
 def rendered(name: str, calls: Calls) -> str:
     """A turn of these calls, as the family's template writes it after a question."""
-    made = [
+    openai_calls = [
         {"id": f"call{n:05}", "type": "function", "function": {"name": tool, "arguments": arguments}}
         for n, (tool, arguments) in enumerate(calls)
     ]
-    turn = {"role": "assistant", "tool_calls": made}
+    turn = {"role": "assistant", "tool_calls": openai_calls}
     if name == "deepseek-v3-0324":  # arguments are text
         turn["content"] = None
-        for call in made:
+        for call in openai_calls:
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     elif not name.startswith("mistral"):
         turn["content"] = ""

@@ -270,6 +270,6 @@ def test_the_text_of_a_row_that_grows_is_that_of_its_ids(folder: str) -> None:
             turn = Turn(0, (), Generation(tuple(ids[:count]), (0.0,) * count, (span,), StopReason.LENGTH))
             row = TokenRow(request, 0, (), tuple(ids[:count]), turn)
             prompt = chat.decode(row.ids) + "x"
-            found = growing.find_continued_row(prompt, [(0, row)])
-            assert found == TextRows(chat).find_continued_row(prompt, [(0, row)])
-            assert found == ((None, prompt) if row.ids[-1] in chat.stop_ids else (0, "x"))
+            continued_row = growing.find_continued_row(prompt, [(0, row)])
+            assert continued_row == TextRows(chat).find_continued_row(prompt, [(0, row)])
+            assert continued_row == ((None, prompt) if row.ids[-1] in chat.stop_ids else (0, "x"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+from collections import Counter
 from pathlib import Path
 from random import Random
 
@@ -13,9 +14,11 @@ import pytest
 import yaml
 
 from asyncrl.conversation.chat import Chat
-from asyncrl.conversation.parsers import detect
+from asyncrl.conversation.parsers import Parser, detect, parse_turn, parsers
+from asyncrl.conversation.parsers.base import THINK, think_tags
+from asyncrl.conversation.turns import OPENING_TOKENS
 from asyncrl.errors import ConfigError
-from asyncrl.types import Message, ToolCall
+from asyncrl.types import MALFORMED_CALL, Message, ToolCall
 from tests.fakes.shipped import shipped_templates, shipped_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -32,10 +35,17 @@ IN_GATE = (
     "trl/gemma4",
     "trl/qwen3_training",
 )
-# The ids of calls are written, and replies get the names of all calls with their id.
-MODEL_IDS = {"llama.cpp/upstage-Solar-Open-100B"}
+# Its replies name all calls of the conversation that have their id.
+SOLAR = "llama.cpp/upstage-Solar-Open-100B"
 TURN_TRIES = 8
-WORDS = ("It is 42.", "x", "a\n\nb", "don't", "```", "é\u0301", "1.\n2.")
+# Axolotl's DeepSeek V3 and Diffusion Gemma open a turn after tool replies only when the turn is written.
+LATE_OPENINGS = ("<｜Assistant｜>", "<|turn>model\n")
+CALLED_NAMES = ("weather", "search")
+# No text is part of another: a test sees which of them a template writes. The cities have no quotes, which
+# LFM2's template does not escape.
+CONTENTS = ("It is 42.", "¶", "a\n\nb", "don't", "~~~", "é\u0301", "1.\n2.")
+THOUGHTS = ("Is it 41?", "§", "c\n\nd", "can't", "***", "ó\u0300", "3.\n4.")
+CITIES = ("Ulm 43;", "µ", "e\n\nf", "wont;", "```", "ú\u0300", "5.\n6.")
 
 
 def schema(name: str) -> str:
@@ -44,7 +54,7 @@ def schema(name: str) -> str:
     return json.dumps({"type": "function", "function": function})
 
 
-TOOLS = (schema("weather"), schema("search"))
+TOOLS = tuple(map(schema, CALLED_NAMES))
 
 
 @functools.cache
@@ -79,48 +89,56 @@ def random_turn(random: Random, first_call: int, tools: tuple[str, ...], max_cal
     call_count = random.randint(1, max_calls) if tools and random.random() < 0.7 else 0
     calls = tuple(
         ToolCall(
-            random.choice(("weather", "search")),
-            json.dumps({"city": random.choice(WORDS)}, ensure_ascii=False),
+            random.choice(CALLED_NAMES),
+            json.dumps({"city": random.choice(CITIES)}, ensure_ascii=False),
             f"call_{first_call + number}",
         )
         for number in range(call_count)
     )
-    content = "" if calls and random.random() < 0.4 else random.choice(WORDS)
-    reasoning = random.choice(WORDS) if random.random() < 0.5 else ""
+    content = "" if calls and random.random() < 0.4 else random.choice(CONTENTS)
+    reasoning = random.choice(THOUGHTS) if random.random() < 0.5 else ""
     return Message("assistant", content, calls, reasoning=reasoning)
 
 
 def random_answer(random: Random, turn: Message, tools: tuple[str, ...]) -> tuple[Message, ...]:
     replies = tuple(
-        Message("tool", random.choice(WORDS), tool_call_id=call.id, name=call.name)
+        Message("tool", random.choice(CONTENTS), tool_call_id=call.id, name=call.name)
         for call in turn.tool_calls
     )
     if tools and random.random() < 0.2:  # a call of the turn could not be read
         replies += (Message("tool", "error: no JSON", name="malformed_call"),)
     if replies and random.random() < 0.8:
         return replies
-    return (*replies, Message("user", random.choice(WORDS)))
+    return (*replies, Message("user", random.choice(CONTENTS)))
 
 
-def play(name: str, seed: int) -> int:
-    """Play a conversation, and return the number of answered turns. A conversation ends where the template
-    refuses a message, or writes no turn that the model can write."""
+def play(name: str, seed: int) -> Counter[str]:
+    """Play a conversation, and count the answered turns and their calls. A conversation ends where the
+    template refuses a message, or writes no turn that the model can write."""
     chat = chat_of(name)
+    parser_name = detect(shipped_templates()[name], chat.written_call())
+    parser = parsers.get(parser_name) if parser_name else None
     random = Random(f"{name} {seed}")
     tools = TOOLS if random.random() < 0.8 else ()
-    ids_continue = name in MODEL_IDS or random.random() < 0.5  # else each turn's ids begin at 0
+    ids_continue = random.random() < 0.5  # else each turn's ids begin at 0
     max_calls = 1 if chat._render.shape.single_calls else 3
-    system = (Message("system", random.choice(WORDS)),) * (random.random() < 0.5)
-    messages = chat.fold((*system, Message("user", random.choice(WORDS))), True)
-    call_count = answered_turns = 0
+    system = (Message("system", random.choice(CONTENTS)),) * (random.random() < 0.5)
+    messages = chat.fold((*system, Message("user", random.choice(CONTENTS))), True)
+    counts = Counter[str]()
     try:
         row = chat.prompt_ids(messages, tools)
         for _ in range(random.randint(2, 4)):
-            first_call = call_count if ids_continue else 0
+            first_call = counts["calls"] if ids_continue else 0
             turns = [random_turn(random, first_call, tools, max_calls) for _ in range(TURN_TRIES)]
             turn, written = next(
-                (turn, ids) for turn in turns if (ids := written_ids(chat, messages, turn, tools))
+                (turn, ids)
+                for write in (written_ids, ids_after_opening)
+                for turn in turns
+                if (ids := write(chat, messages, turn, tools, parser))
             )
+            if parser:
+                check_reading(chat, parser, messages, turn, written, tools)
+
             answer = chat.fold(random_answer(random, turn, tools), False)
             history = (*messages, turn)
             messages = (*history, *answer)
@@ -128,38 +146,120 @@ def play(name: str, seed: int) -> int:
             delta = chat.delta_ids(answer, written[-1], history, tools)
 
             if delta is None:
+                check_shown(chat, conversation, turn, answer)
                 row = conversation
             elif (answer[0].role == "tool" and not turn.tool_calls) or not turn.reasoning:
                 # An answered turn may be written differently: with a call and another end after a malformed
                 # call (Mistral, GLM), without an empty thought (Qwen3).
                 assert conversation[-len(delta) :] == delta
-                assert turn.reasoning or conversation[: len(row)] == row
+                assert turn.reasoning or conversation[: len(row)] == row or repeats_ids(name, messages)
+                row = conversation
+            elif repeats_ids(name, messages):  # earlier replies now name the new call, too
+                assert conversation[-len(delta) :] == delta
                 row = conversation
             else:
                 row = row + written + delta
                 assert chat.decode(row) == chat.decode(conversation)
                 assert row == conversation
 
-            answered_turns += 1
-            call_count += len(turn.tool_calls)
+            counts["turns"] += 1
+            counts["calls"] += len(turn.tool_calls)
     except StopIteration:
-        return answered_turns
+        return counts
     except ConfigError as error:
         if not str(error).startswith("the chat template "):
             raise
 
-    return answered_turns
+    return counts
 
 
 def written_ids(
-    chat: Chat, history: tuple[Message, ...], turn: Message, tools: tuple[str, ...]
+    chat: Chat, history: tuple[Message, ...], turn: Message, tools: tuple[str, ...], parser: Parser | None
 ) -> tuple[int, ...]:
     """Return the tokens with which the model writes the turn; none if no single turn says all of it."""
     try:
         ids = chat.turn_ids(history, turn, tools)
     except ConfigError:
         return ()
-    return ids if all(call.name in chat.decode(ids) for call in turn.tool_calls) else ()
+    return ids if says_all_calls(chat.decode(ids), turn) else ()
+
+
+def ids_after_opening(
+    chat: Chat, history: tuple[Message, ...], turn: Message, tools: tuple[str, ...], parser: Parser | None
+) -> tuple[int, ...]:
+    """Return the tokens with which the model writes the turn if the template omits the opening of the turn
+    from later prompts: the model closes an open thought (DeepSeek R1), and then writes the same as there.
+    None if the template changes or omits more."""
+    before_opening = chat._encode(chat._render(history, tools, opening=False))
+    prompt = chat.prompt_ids(history, tools)
+    conversation = chat._encode(chat._render((*history, turn), tools, opening=False))
+    opening_start = len(before_opening)
+    if not prompt[:opening_start] == conversation[:opening_start] == before_opening:
+        return ()
+
+    opening = chat.decode(prompt[opening_start:]).rstrip()
+    pairs = enumerate(zip(prompt, conversation, strict=False))
+    turn_start = next((position for position, (written, kept) in pairs if written != kept), len(prompt))
+    turn_ids = conversation[turn_start:]
+    end = next((position for position, token in enumerate(turn_ids) if token in chat.stop_ids), len(turn_ids))
+    think = think_tags(parser) if parser else THINK
+    text = chat.decode(turn_ids[:end]).rpartition(think.close)[2].strip()
+    if turn.content not in text or not says_all_calls(text, turn):
+        return ()
+
+    if opening.endswith(think.open):
+        text = f"{turn.reasoning}\n{think.close}\n\n{text}"
+    elif turn.reasoning:  # the opening says that the model does not think
+        return ()
+
+    stop_id = turn_ids[end] if end < len(turn_ids) else chat.stop_ids[0]
+    return (*chat._encode(text), stop_id)
+
+
+def says_all_calls(text: str, turn: Message) -> bool:
+    return sum(map(text.count, CALLED_NAMES)) == len(turn.tool_calls)
+
+
+def check_reading(
+    chat: Chat,
+    parser: Parser,
+    history: tuple[Message, ...],
+    turn: Message,
+    written: tuple[int, ...],
+    tools: tuple[str, ...],
+) -> None:
+    """Check that a run reads the turn, without its reasoning, from the tokens that the model writes."""
+    prompt_end = chat.decode(chat.prompt_ids(history, tools)[-OPENING_TOKENS:])
+    parsed = parse_turn(parser, chat.decode(written), tools, prompt_end)
+    assert not parsed.errors
+    assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == [
+        (call.name, json.loads(call.arguments)) for call in turn.tool_calls
+    ]
+    omits_content = chat._render.shape.bare_calls or chat._render.shape.one_text
+    if not (turn.tool_calls and omits_content):
+        content = chat.content(parsed.content)
+        for opening in LATE_OPENINGS:
+            content = content.removeprefix(opening)
+        assert content == turn.content
+
+
+def check_shown(
+    chat: Chat, conversation: tuple[int, ...], turn: Message, answer: tuple[Message, ...]
+) -> None:
+    """Check that the prompt of a new row shows the turn and its answer."""
+    text = chat.decode(conversation)
+    shown_texts = [message.content for message in answer] + [call.name for call in turn.tool_calls]
+    becomes_call = answer[0].name == MALFORMED_CALL and chat._render.shape.called_only
+    if not (becomes_call or (turn.tool_calls and chat._render.shape.bare_calls)):
+        shown_texts.append(turn.content)
+    for shown_text in shown_texts:  # some templates write replies as JSON
+        assert shown_text in text or json.dumps(shown_text, ensure_ascii=False).strip('"') in text
+
+
+def repeats_ids(name: str, messages: tuple[Message, ...]) -> bool:
+    """Return True if calls share an id in a template that looks up the names of calls by id."""
+    ids = [call.id for message in messages for call in message.tool_calls]
+    return name == SOLAR and len(set(ids)) < len(ids)
 
 
 def test_every_shipped_template_is_known() -> None:
@@ -172,8 +272,11 @@ def test_every_shipped_template_is_known() -> None:
 def test_a_shipped_template(name: str, request: pytest.FixtureRequest) -> None:
     assert behaviour(name) == BEHAVIOUR[name]
     if BEHAVIOUR[name] != "refused":
-        for seed in range(6):
-            play(name, seed)
+        counts = sum((play(name, seed) for seed in range(6)), Counter[str]())
+        assert counts["turns"]
+        after_replies, _, parser_name = BEHAVIOUR[name]
+        if after_replies == "appends" and parser_name and chat_of(name).written_call():
+            assert counts["calls"]
 
 
 @pytest.mark.long

@@ -17,16 +17,16 @@ from tests.fakes.engine import generation
 
 def played(tool_rewards: list[list[float]]) -> Episode:
     """An episode whose turns call tools that give these rewards, and that then answers."""
-    made = rules(max_turns=99)
-    episode = start(made)
+    episode_rules = rules(max_turns=99)
+    episode = start(episode_rules)
     for rewards in tool_rewards:
         episode = advance_episode(
-            made, episode, TurnGenerated(generation("".join(call("a") for _ in rewards)))
+            episode_rules, episode, TurnGenerated(generation("".join(call("a") for _ in rewards)))
         )
         assert isinstance(episode.command, CallTools)
         replies = [ToolReply(c, "ok", reward=r) for c, r in zip(episode.command.calls, rewards, strict=True)]
-        episode = advance_episode(made, episode, ToolsReplied(tuple(replies)))
-    return advance_episode(made, episode, TurnGenerated(generation("42")))
+        episode = advance_episode(episode_rules, episode, ToolsReplied(tuple(replies)))
+    return advance_episode(episode_rules, episode, TurnGenerated(generation("42")))
 
 
 def result(episode: Episode, verdict: RewardResult) -> EpisodeResult:
@@ -45,9 +45,13 @@ def result(episode: Episode, verdict: RewardResult) -> EpisodeResult:
     ],
 )
 def test_every_turn_earns_its_own(verdict: RewardResult, expected: tuple[float, ...]) -> None:
-    found = result(played([[0.5, 0.25], [0.0]]), verdict)
-    assert found.turn_rewards == expected
-    assert (found.reward, found.end, found.shaping) == (sum(expected), EpisodeEnd.ANSWERED, verdict.shaping)
+    episode_result = result(played([[0.5, 0.25], [0.0]]), verdict)
+    assert episode_result.turn_rewards == expected
+    assert (episode_result.reward, episode_result.end, episode_result.shaping) == (
+        sum(expected),
+        EpisodeEnd.ANSWERED,
+        verdict.shaping,
+    )
 
 
 def test_components_are_carried() -> None:
@@ -76,7 +80,7 @@ numbers = st.floats(-1e3, 1e3)
 def test_turn_rewards_sum_to_the_reward(
     tool_rewards: list[list[float]], score: float, shaping: float
 ) -> None:
-    found = result(played(tool_rewards), RewardResult(score, shaping=shaping))
-    assert len(found.turn_rewards) == len(tool_rewards) + 1
-    assert found.reward == math.fsum(found.turn_rewards)
-    assert found.reward == pytest.approx(sum(map(sum, tool_rewards)) + score + shaping, abs=1e-9)
+    episode_result = result(played(tool_rewards), RewardResult(score, shaping=shaping))
+    assert len(episode_result.turn_rewards) == len(tool_rewards) + 1
+    assert episode_result.reward == math.fsum(episode_result.turn_rewards)
+    assert episode_result.reward == pytest.approx(sum(map(sum, tool_rewards)) + score + shaping, abs=1e-9)

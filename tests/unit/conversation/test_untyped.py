@@ -35,8 +35,8 @@ def read(name: str, text: str, *tools: str) -> dict[str, Any]:
         "qwen3_coder": f"<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>",
     }[name]
     (call,) = parsers.get(name)(written, tools).calls
-    found: dict[str, Any] = json.loads(call.arguments)
-    return found
+    arguments: dict[str, Any] = json.loads(call.arguments)
+    return arguments
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ def heard(
 ) -> tuple[str, str, int]:
     """The reasoning and the content that were told, and how many characters it took."""
     pieces: list[tuple[str, str]] = []
-    made = replace(rules(), parse=parsers.load(parser, ""))
-    watch = TurnStopCheck(made, tools, stops, prompt, lambda *new: pieces.append(new))
+    chat_rules = replace(rules(), parse=parsers.load(parser, ""))
+    watch = TurnStopCheck(chat_rules, tools, stops, prompt, lambda *new: pieces.append(new))
     ids = encode(text)
     end = next((n for n in range(1, len(ids) + 1) if watch(ids[:n])), len(ids) + 1)
     return "".join(new[0] for new in pieces), "".join(new[1] for new in pieces), end
@@ -113,9 +113,9 @@ def test_a_parser_that_fails_does_not_break_the_engine() -> None:
     def broken(text: str, tools: tuple[str, ...]) -> Parsed:
         raise IndexError
 
-    made = replace(rules(), parse=broken)
+    broken_rules = replace(rules(), parse=broken)
     pieces = []
-    watch = TurnStopCheck(made, TOOLS, ("42",), "", lambda *new: pieces.append(new))
+    watch = TurnStopCheck(broken_rules, TOOLS, ("42",), "", lambda *new: pieces.append(new))
     ids = encode("It is 42")
     assert [watch(ids[:n]) for n in range(1, 9)] == [False] * 7 + [True]
     assert pieces == []

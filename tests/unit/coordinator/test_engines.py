@@ -244,7 +244,7 @@ def test_a_server_that_was_started_samples_only_after_the_probe(setup: EngineSet
     first = setup.publish(0)
     assert setup.pushed() == {A: 0, B: 0} and not versions.lacks_probe(first.version)
     setup.ack(A, first)
-    setup.ack(B, first, unproven=True)
+    setup.ack(B, first, uncompared=True)
     assert [healthy for _, healthy, _ in setup.table()] == [True, False]
     assert versions.lacks_probe(first.version) and setup.pushed() == {}
     second = setup.publish(1)
@@ -284,15 +284,58 @@ def test_samples_of_engines_are_held_and_judged_unless_the_engine_is_gone_or_to_
     assert mismatches.count == 0 and mismatches.sample_tokens == 1024
     setup.handler.judge_samples(scored(A, -500.0))
     setup.handler.judge_samples(scored(A, -500.0))  # on their way at the same time
-    assert mismatches.count == 1 and len(mismatches.due_replacements(0.0)) == 1 and not mismatches.fatal
-    assert [healthy for _, healthy, _ in setup.table()] == [False, True]
+    assert mismatches.count == 1 and len(mismatches.replacements) == 1 and not mismatches.fatal
+    assert setup.table() == [(3, True, "train")], "turns that run on the other server go on elsewhere"
 
     # Neither a load that was under way nor a new probe gives it work again, and it is sent no version.
     setup.ack(A, ref)
     setup.state.fleet.versions.add_probe(Probed(ref.version, Probe((1, 2), (-1.0,))), 1.0)
     setup.ack(A, ref, probe_gap=gap)
-    assert [healthy for _, healthy, _ in setup.table()] == [False, True] and A not in setup.pushed(1.0)
+    assert setup.table() == [(3, True, "train")] and A not in setup.pushed(1.0)
     assert mismatches.count == 1 and not mismatches.fatal
+
+
+def test_a_server_is_compared_again_under_a_restarted_coordinator(setup: EngineSetup) -> None:
+    """The coordinator before may have ended in the very pass that brought a bad comparison."""
+    ref = setup.serve(3)
+    setup.handler = EngineHandler(setup.state, 0.0)
+    setup.join(A, 0)
+    assert setup.pushed() == {A: 3}
+    setup.ack(A, ref, uncompared=True)
+    assert setup.table() == [(0, False, "train")] and setup.state.fleet.versions.lacks_probe(ref.version)
+    setup.state.fleet.versions.add_probe(Probed(ref.version, Probe((1, 2), (-1.0,))), 1.0)
+    assert A in setup.pushed(1.0)
+    setup.ack(A, ref)
+    assert setup.table() == [(3, True, "train")]
+    setup.ack(A, setup.publish(4), uncompared=True)
+    assert setup.table() == [(4, True, "train")], "later versions need no probe"
+
+
+def test_two_servers_that_are_both_wrong_are_replaced_at_once_and_serve_again(tmp_path: Path) -> None:
+    setup = EngineSetup(tmp_path, on_mismatch="replace")
+    ref = setup.serve(3)
+    for peer in (A, B):
+        gap = ProbeGap(largest=1.0, mean=1.0, tokens=64, rounding=1e-6)
+        setup.ack(peer, ref, probe_gap=gap)
+    assert setup.handler.comparison_waits == [
+        f"engine {index} is to be replaced, as it differs from the trainer" for index in range(2)
+    ]
+    assert setup.handler.missing_server and setup.pushed(2.0) == {}
+    assert [peer for peer, *_ in setup.handler.mismatches.due_replacements(2.0, ())] == [A, B]
+
+    successors = [b"engine/0/c", b"engine/1/d"]
+    for index, peer in enumerate(successors):
+        setup.join(peer, index)
+    assert setup.pushed(3.0) == dict.fromkeys(successors, 3)
+    for peer in successors:
+        setup.ack(peer, ref, uncompared=True)
+    assert setup.handler.comparison_waits == [
+        f"engine {index} is to be compared with the trainer first" for index in range(2)
+    ]
+    assert setup.handler.missing_server
+    for peer in successors:
+        setup.ack(peer, ref, probe_gap=ProbeGap(largest=0.0, mean=0.0, tokens=64, rounding=1e-6))
+    assert setup.table() == [(3, True, "train")] * 2 and setup.handler.comparison_waits == []
 
 
 def test_a_server_is_compared_where_writing_takes_longer_than_a_step(setup: EngineSetup) -> None:
@@ -301,7 +344,7 @@ def test_a_server_is_compared_where_writing_takes_longer_than_a_step(setup: Engi
     first = setup.publish(0)
     assert setup.pushed() == {A: 0, B: 0}
     setup.ack(A, first)
-    setup.ack(B, first, unproven=True)
+    setup.ack(B, first, uncompared=True)
     for step in range(1, 6):
         if versions.lacks_probe(PolicyVersion(1, step)):
             versions.add_probe(Probed(PolicyVersion(1, step), Probe((step,), (-1.0,))), 1.0)

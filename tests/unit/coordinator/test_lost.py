@@ -321,7 +321,8 @@ class Trainer(Training):
 
     def __init__(self, state: RunState, incarnation: str, at: CheckpointManifest | None = None) -> None:
         super().__init__(state, incarnation, at.step if at else 0)
-        self.step, self.total = (at.step, at.trained_total) if at else (0, 0)
+        self.step = at.step if at else 0
+        self.total = at.trained_total if at else 0
         self.parent = at.step if at else -1
         self.uids = list[str]()
         self.checkpoints = state.run_dir / "checkpoints"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
 from asyncrl.config import parse
@@ -14,6 +15,7 @@ from asyncrl.wire.messages.shared import Loaded, ProbeGap
 from asyncrl.wire.messages.trainer import SurprisalSums
 
 ENGINE = b"engine/1/b7"
+SUCCESSOR = b"engine/1/c8"
 WORKER = b"rollout/0/w3"
 FLOAT32_ROUNDING = 1e-6
 BFLOAT16_ROUNDING = 0.05  # of SmolLM2-135M
@@ -71,16 +73,15 @@ def test_an_engine_is_replaced_once_and_then_the_run_stops() -> None:
     judge = mismatches("replace")
     assert not judge.judge_probe(ENGINE, "engine 1", loaded(0.5))
     assert not judge.judge_probe(WORKER, "worker 0", loaded(0.5))  # counted by engine
-    assert [
-        (peer, request.role, request.incarnation) for peer, request, _ in judge.due_replacements(0.0)
-    ] == [
+    due_requests = judge.due_replacements(0.0, connected=())
+    assert [(peer, request.role, request.incarnation) for peer, request, _ in due_requests] == [
         (ENGINE, "engine", "b7"),
         (WORKER, "rollout", "w3"),
     ]
     assert judge.count == 2 and not judge.fatal
 
-    judge.forget_engine(ENGINE)
-    assert not judge.judge_probe(b"engine/1/c8", "engine 1", loaded(0.5))
+    judge.forget_predecessors(SUCCESSOR)
+    assert not judge.judge_probe(SUCCESSOR, "engine 1", loaded(0.5))
     assert "again, after it was replaced" in judge.fatal
 
 
@@ -93,28 +94,74 @@ def test_a_process_that_is_to_be_replaced_is_judged_once() -> None:
         assert not judge.judge_probe(ENGINE, "engine 1", message) and not judge.may_sample(ENGINE)
     assert not judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 8), sums(0.0))
     assert judge.count == 1 and not judge.fatal
-    judge.forget_engine(ENGINE)
-    assert judge.may_sample(b"engine/1/c8")
 
 
-def test_a_replacement_is_requested_again_until_the_process_has_left() -> None:
+def test_a_successor_may_sample_once_it_is_compared() -> None:
+    judge = mismatches("replace")
+    assert not judge.judge_probe(ENGINE, "engine 1", loaded(0.5))
+    judge.forget_predecessors(SUCCESSOR)
+    without_probe = Loaded(WeightsRef(PolicyVersion(1, 4), "v"), "train", "sum", 0.1, uncompared=True)
+    assert judge.judge_probe(SUCCESSOR, "engine 1", without_probe)
+    assert judge.judge_probe(SUCCESSOR, "engine 1", msgspec.structs.replace(loaded(0.0), lane="eval"))
+    assert judge.may_load(SUCCESSOR) and not judge.may_sample(SUCCESSOR)
+    assert judge.judge_probe(SUCCESSOR, "engine 1", loaded(0.0)) and judge.may_sample(SUCCESSOR)
+    assert judge.may_sample(b"engine/11/c9"), "of another engine nothing is known"
+
+
+def test_a_replacement_is_requested_again_while_the_process_is_connected() -> None:
     judge = mismatches("replace")
     judge.judge_probe(ENGINE, "engine 1", loaded(0.5))
     period = 60.0  # twice launch.lease
-    requests = [
-        [is_repeated for _, _, is_repeated in judge.due_replacements(now)]
-        for now in (0.0, period / 2, period, 1.5 * period, 2 * period)
-    ]
-    assert requests == [[False], [], [True], [], [True]]
-    judge.forget_engine(ENGINE)
-    assert judge.due_replacements(9 * period) == []
+
+    def repetitions(now: float, *connected: bytes) -> list[bool]:
+        return [is_repeated for _, _, is_repeated in judge.due_replacements(now, connected)]
+
+    assert repetitions(0.0) == [False], "the first request does not wait for the process"
+    assert repetitions(period / 2, ENGINE) == []
+    assert repetitions(period, ENGINE) == [True]
+    assert repetitions(3 * period) == [], "it is silent"
+    assert repetitions(3 * period, ENGINE) == [True], "it is back"
+    judge.forget_predecessors(SUCCESSOR)
+    assert repetitions(9 * period, ENGINE, SUCCESSOR) == [] and judge.replacements == {}
+
+
+@pytest.mark.parametrize("launch", ["launch", "next launch"])
+def test_verdicts_survive_the_coordinator_and_not_the_launch(launch: str) -> None:
+    before = mismatches("replace")
+    before.judge_probe(WORKER, "worker 0", loaded(0.0))
+    before.judge_probe(ENGINE, "engine 1", loaded(0.5))
+    after = mismatches("replace")
+    after.restore_verdicts(before.encode_verdicts("launch"), launch)
+    if launch != "launch":
+        assert (after.count, after.newest, after.replacements) == (0, "", {}) and after.may_sample(ENGINE)
+        return
+
+    assert (after.count, after.newest) == (1, before.newest) and not after.may_load(ENGINE)
+    assert after.may_sample(WORKER) and not after.was_compared(WORKER), "not by this coordinator"
+    assert after.due_replacements(9.0, [ENGINE]) == [(ENGINE, before.replacements[ENGINE], True)]
+    after.forget_predecessors(SUCCESSOR)
+    assert not after.may_sample(SUCCESSOR)
+    after.judge_probe(SUCCESSOR, "engine 1", loaded(0.5))
+    assert "again, after it was replaced" in after.fatal
+
+    last = mismatches("replace")
+    last.restore_verdicts(after.encode_verdicts("launch"), "launch")
+    assert last.fatal == after.fatal
+
+
+def test_an_engine_that_drifts_does_not_stop_a_run_with_alerts_when_the_coordinator_is_restarted() -> None:
+    before = mismatches("warn")
+    before.judge_probe(ENGINE, "engine 1", loaded(0.0))
+    after = mismatches("warn")
+    after.restore_verdicts(before.encode_verdicts("launch"), "launch")
+    assert after.judge_probe(ENGINE, "engine 1", loaded(2.0)) and after.count == 1 and not after.fatal
 
 
 def test_an_engine_that_was_sound_for_long_may_be_replaced_again() -> None:
     judge = mismatches("replace")
     for process in (b"engine/1/a", b"engine/1/b"):
         assert not judge.judge_probe(process, "engine 1", loaded(0.5))
-        judge.forget_engine(process)
+        judge.forget_predecessors(b"engine/1/next")
         for _ in range(SOUND_PROBES):
             assert judge.judge_probe(b"engine/1/next", "engine 1", loaded(1e-6))
     assert judge.count == 2 and not judge.fatal
@@ -155,11 +202,11 @@ def test_a_low_temperature_enlarges_what_rounding_explains() -> None:
 def test_a_mismatch_stops_the_run_or_is_only_reported() -> None:
     stopping = mismatches("stop")
     assert not stopping.judge_probe(ENGINE, "engine 1", loaded(0.5))
-    assert "weights.on_mismatch=warn" in stopping.fatal and not stopping.due_replacements(0.0)
+    assert "weights.on_mismatch=warn" in stopping.fatal and not stopping.replacements
 
     warning = mismatches("warn")
     assert warning.judge_probe(ENGINE, "engine 1", loaded(0.1))
-    assert (warning.count, warning.fatal, warning.due_replacements(0.0)) == (1, "", [])
+    assert (warning.count, warning.fatal, warning.replacements) == (1, "", {})
 
 
 def test_trained_tokens_are_judged_from_the_first_step() -> None:
@@ -206,10 +253,10 @@ def test_an_engine_whose_samples_fail_again_is_not_replaced_for_ever() -> None:
     """It passes every probe in between."""
     judge = mismatches("replace")
     for process in (b"engine/1/a", b"engine/1/b"):
+        judge.forget_predecessors(process)
         for _ in range(2 * SOUND_PROBES):
             assert judge.judge_probe(process, "engine 1", loaded(0.0))
         assert not judge.judge_samples(process, "engine 1", PolicyVersion(1, 8), sums(-12.0))
-        judge.forget_engine(process)
     assert "again, after it was replaced" in judge.fatal
 
 
@@ -238,8 +285,8 @@ def test_samples_are_judged_together_by_process() -> None:
     judged_probes = verdicts.index(False) + 1  # samples after the verdict are not counted
     assert judge.sample_z == pytest.approx(3 * math.sqrt(judged_probes))
 
-    judge.forget_engine(ENGINE)
-    assert judge.judge_samples(b"engine/1/c8", "engine 1", PolicyVersion(1, 9), sums(-3.0))
+    judge.forget_predecessors(SUCCESSOR)
+    assert judge.judge_samples(SUCCESSOR, "engine 1", PolicyVersion(1, 9), sums(-3.0))
     assert judge.sample_z == pytest.approx(3.0) and judge.sample_tokens == (judged_probes + 2) * 1024
 
 

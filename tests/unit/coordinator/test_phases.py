@@ -18,13 +18,21 @@ from asyncrl.data import samples_path
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.runtime.liveness import Liveness, silence_limit, start_limit
 from asyncrl.types import FailReason, PolicyVersion
-from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages.shared import ObserverHello, Replace, Status, Stop
-from asyncrl.wire.messages.trainer import Checkpointed, PlanRequest, TrainerHeartbeat, TrainerHello
-from asyncrl.wire.messages.worker import Engines, WorkerHeartbeat, WorkerHello
+from asyncrl.weights.manifest import Probe, WeightsRef
+from asyncrl.wire.messages.shared import Loaded, LoadWeights, ObserverHello, ProbeGap, Replace, Status, Stop
+from asyncrl.wire.messages.trainer import (
+    Checkpointed,
+    PlanRequest,
+    Probed,
+    Published,
+    TrainerHeartbeat,
+    TrainerHello,
+)
+from asyncrl.wire.messages.worker import Assign, Engines, WorkerHeartbeat, WorkerHello
 from asyncrl.wire.sockets import choose_endpoints
 from tests.fakes.data import rows, stored
 from tests.fakes.mail import Sent
+from tests.unit.weights.test_delta import Training
 
 OBSERVER = b"observer/0/a"
 WORKER = b"rollout/0/launch.1"
@@ -47,6 +55,42 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Coo
 
 def trained(coordinator: Coordinator, steps: int) -> None:
     coordinator.state.ledger.buffer.committed = steps
+
+
+def test_an_evaluation_compares_each_engine_before_its_first_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins only once the probe is scored, which takes longer than writing the weights."""
+    for part in ("train", "test"):
+        stored(rows(4)).save(samples_path(tmp_path / "r", part))
+    data = {"train": "d", "test": "d"}
+    keys = {"name": "r", "run_dir": str(tmp_path), "model": {"path": "m"}, "data": data, "total_steps": 0}
+    monkeypatch.setattr("asyncrl.coordinator.loop.TransactionalOutbox", lambda *hubs: Sent())
+    coordinator = Coordinator(parse(keys), choose_endpoints("127.0.0.1", 0), "launch")
+    training = Training(tmp_path / "r" / "weights")
+    training.publish(1)
+    ref = msgspec.structs.replace(training.ref(0), version=PolicyVersion(1, 0))
+
+    now = coordinator._last_pass_at
+    coordinator._on_control(RANK, TrainerHello(0, 1, "launch.2", 0), [], now)
+    coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 4, 1), [], now)
+    coordinator._on_control(RANK, Published(ref, 0.0, 0.0), [], now)
+    tick(coordinator, now)
+    assert coordinator.lifecycle.phase is Phase.STARTING
+    with pytest.raises(ProtocolError, match="the trainer has not scored the probe"):
+        coordinator.lifecycle.advance_phase(now + 1e5)
+
+    probe = Probe((1, 2), (-1.0,), rounding=1e-6)
+    coordinator._on_control(RANK, Probed(ref.version, probe), [], now)
+    for _ in range(2):
+        tick(coordinator, now)
+    assert coordinator.lifecycle.phase is Phase.EVALUATING and sent(coordinator, Assign) == []
+    assert ("eval", probe) in [(order.lane, order.probe) for order in sent(coordinator, LoadWeights)]
+    gap = ProbeGap(0.0, 0.0, tokens=1, rounding=1e-6)
+    coordinator._on_control(WORKER, Loaded(ref, "eval", "sum", 0.1, probe_gap=gap), [], now)
+    tick(coordinator, now)
+    assert coordinator.engines.probe_tokens == 1 and len(sent(coordinator, Assign)) == 4
+    coordinator.close()
 
 
 def tick(coordinator: Coordinator, now: float) -> None:

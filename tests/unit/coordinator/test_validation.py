@@ -17,11 +17,14 @@ from asyncrl.observe.held_out import GREEDY, SAMPLED, HeldOut, uid_prefix
 from asyncrl.observe.summary import summary_notes
 from asyncrl.store.listing import Listing, episode_page
 from asyncrl.store.runstore import RunStore
-from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Sample
+from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, PolicyVersion, Sample
 from asyncrl.weights import disk
-from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights
+from asyncrl.weights.manifest import Probe
+from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights, ProbeGap
+from asyncrl.wire.messages.trainer import Probed
 from asyncrl.wire.messages.worker import Assign, Failed, Fenced, Finished, Generated, WorkerHeartbeat
 from tests.unit.buffer.machine import turn_payload
+from tests.unit.coordinator.test_mismatches import mismatches as make_mismatches
 from tests.unit.coordinator.test_workers import SAMPLE, A, B, WorkerSetup
 from tests.unit.weights.test_delta import Training
 
@@ -346,6 +349,48 @@ def test_an_engine_that_refuses_the_version_is_asked_again_after_a_while(tmp_pat
             request_times.append(now)
             validation.confirm_load(A, Loaded(message.ref, "eval", "", 0.1, "refused"), now)
     assert 1 <= len(request_times) <= 5  # in five seconds
+
+
+def test_an_engine_that_differs_from_the_trainer_validates_nothing(tmp_path: Path) -> None:
+    """Neither does its successor, before the engine for training is compared. Both engines of a worker are
+    judged apart: a good one does not refute a bad one."""
+    setup, worker, validation = validating(tmp_path)
+    setup.engines.mismatches = mismatches = make_mismatches("replace")
+    assert validation.session is not None
+    published_ref = replace(validation.session.ref, version=PolicyVersion(1, 0))
+
+    def loaded(lane: str, gap: float) -> Loaded:
+        return Loaded(published_ref, lane, "sum", 0.1, probe_gap=ProbeGap(gap, gap, tokens=64, rounding=1e-6))
+
+    setup.engines.confirm_load(A, loaded("train", 0.5), 0.0)
+    validation.assign_episodes(0.0, exclusive=True)
+    assert worker.eval_version == validation.session.ref.version and setup.sent.take(Assign) == []
+
+    successor = b"rollout/0/b"
+    setup.join(successor)
+    validation.assign_episodes(100.0, exclusive=True)
+    assert [message.lane for _, message in setup.sent.take(LoadWeights)] == []
+    setup.engines.confirm_load(successor, loaded("train", 0.0), 100.0)
+    validation.assign_episodes(100.0, exclusive=True)
+    assert [(peer, message.lane) for peer, message in setup.sent.take(LoadWeights)] == [(successor, "eval")]
+    validation.confirm_load(successor, loaded("eval", 0.5), 100.0)
+    assert "worker 0 (validation) computes" in mismatches.newest and successor in mismatches.replacements
+    validation.assign_episodes(100.0, exclusive=True)
+    assert setup.sent.take(Assign) == []
+
+
+def test_a_late_worker_of_a_session_gets_the_probe_of_the_session(tmp_path: Path) -> None:
+    """Also if the trainer has scored a later version since."""
+    setup, worker, validation = validating(tmp_path)
+    ref = setup.state.fleet.versions.ref
+    assert ref is not None
+    probe = Probe((1, 2), (-1.0,))
+    setup.state.fleet.versions.add_probe(Probed(ref.version, probe), 0.0)
+    validation.assign_episodes(100.0, exclusive=True)
+    setup.state.fleet.versions.recent_probes = []
+    worker.eval_version = None
+    validation.assign_episodes(200.0, exclusive=True)
+    assert [message.probe for _, message in setup.sent.take(LoadWeights)] == [probe]
 
 
 def test_the_last_validation_is_left_to_the_end_of_the_run(tmp_path: Path) -> None:

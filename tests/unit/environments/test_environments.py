@@ -177,7 +177,7 @@ def test_the_packages_are_imported_only_where_they_are_used() -> None:
     """Importing the environments costs none of the packages that they adapt."""
     heavy = ["gymnasium", "verifiers", "openenv", "reasoning_gym", "mcp"]
     code = f"import sys, asyncrl.environments; print([name for name in {heavy} if name in sys.modules])"
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    assert found.stdout.strip() == "[]"
+    assert process.stdout.strip() == "[]"

@@ -40,19 +40,21 @@ def test_a_program_gets_the_sample_and_the_endpoint(tmp_path: Path) -> None:
         "print('working on it')\n"
         "print(json.dumps({'sample': json.load(sys.stdin), **{n: os.environ[n] for n in names}}))\n"
     )
-    found = run(python(tmp_path, code))
-    assert (found["OPENAI_BASE_URL"], found["OPENAI_API_KEY"]) == (ENDPOINT.base_url, "secret")
-    assert "127.0.0.1" in found["NO_PROXY"]
+    outcome = run(python(tmp_path, code))
+    assert (outcome["OPENAI_BASE_URL"], outcome["OPENAI_API_KEY"]) == (ENDPOINT.base_url, "secret")
+    assert "127.0.0.1" in outcome["NO_PROXY"]
     prompt = [{"role": "user", "content": "q"}]
     rest = {"data_source": "test", "ability": "", "extra_info": {}}
-    assert found["sample"] == {"row": 3, "prompt": prompt, **rest}
+    assert outcome["sample"] == {"row": 3, "prompt": prompt, **rest}
 
 
 def test_a_program_does_not_get_the_launchers_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "hidden")
     monkeypatch.setenv("SEARCH_KEY", "named")
     line = f"{sys.executable} -c 'import json, os; print(json.dumps(dict(os.environ)))'"
-    assert "hidden" not in json.dumps(found := run(line)) and found["PATH"] and "SEARCH_KEY" not in found
+    assert (
+        "hidden" not in json.dumps(outcome := run(line)) and outcome["PATH"] and "SEARCH_KEY" not in outcome
+    )
     assert run(line, env="SEARCH_KEY, NOT_SET")["SEARCH_KEY"] == "named"
 
 

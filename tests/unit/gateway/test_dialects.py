@@ -59,10 +59,10 @@ def conversations(draw: st.DrawFn) -> tuple[Message, ...]:
 @given(conversations())
 def test_a_conversation_is_ours_in_every_dialect(messages: tuple[Message, ...]) -> None:
     for dialect in DIALECTS.values():
-        found = dialect.exchange_of(sent_back(messages), [LOOK], limit=7)
-        assert found.agent_request.messages == messages
-        assert [json.loads(tool) for tool in found.agent_request.tools] == [FUNCTION]
-        assert (found.agent_request.max_new_tokens, found.count) == (7, 1)
+        agent_exchange = dialect.exchange_of(sent_back(messages), [LOOK], limit=7)
+        assert agent_exchange.agent_request.messages == messages
+        assert [json.loads(tool) for tool in agent_exchange.agent_request.tools] == [FUNCTION]
+        assert (agent_exchange.agent_request.max_new_tokens, agent_exchange.count) == (7, 1)
 
 
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -71,17 +71,19 @@ BRIEF = {"role": "developer", "content": "be brief"}
 
 def test_other_spellings_of_messages() -> None:
     body = {"messages": [BRIEF, {"role": "user", "content": PARTS}]}
-    asked = CHAT.read(
+    agent_request = CHAT.read(
         json.dumps({**body, "max_tokens": 9, "max_completion_tokens": 7}).encode()
     ).agent_request
-    assert asked.messages == (Message("system", "be brief"), Message("user", "ab"))
-    assert asked.max_new_tokens == 7
+    assert agent_request.messages == (Message("system", "be brief"), Message("user", "ab"))
+    assert agent_request.max_new_tokens == 7
     call = {"type": "function_call", "call_id": "call_0-t3", "name": "look", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "call_0-t3", "output": PARTS}
     answers = [{"role": "assistant", "content": text} for text in "78"]
     items = [BRIEF, call, output, *answers, call, output]
-    asked = RESPONSES.read(json.dumps({"input": items, "instructions": "be kind"}).encode()).agent_request
-    assert asked.messages == (
+    agent_request = RESPONSES.read(
+        json.dumps({"input": items, "instructions": "be kind"}).encode()
+    ).agent_request
+    assert agent_request.messages == (
         *(Message("system", "be kind"), Message("system", "be brief")),
         Message("assistant", "", CALLS[:1]),
         Message("tool", "ab", tool_call_id="call_0", name="look"),
@@ -94,8 +96,8 @@ def test_other_spellings_of_messages() -> None:
 @every_dialect
 def test_what_a_client_sends_as_a_matter_of_course_is_fine(dialect: Dialect) -> None:
     common = {"temperature": 0.7, "top_p": 1, "n": 1, "stop": None, "user": "me", "metadata": {}}
-    asked = dialect.exchange_of([USER], **common)
-    assert asked.agent_request == dialect.exchange_of([USER]).agent_request
+    agent_exchange = dialect.exchange_of([USER], **common)
+    assert agent_exchange.agent_request == dialect.exchange_of([USER]).agent_request
     assert dialect.exchange_of([USER], [LOOK], tool_choice="none").agent_request.tools == ()
     assert (
         dialect.exchange_of([USER], [LOOK], tool_choice="auto").agent_request
@@ -116,10 +118,10 @@ def test_fields_that_do_nothing_are_named(dialect: Dialect) -> None:
 @every_dialect
 def test_a_form_that_is_asked_for_is_a_hint(dialect: Dialect) -> None:
     form = {"schema": {"type": "object"}, "tool_choice": "required", "parallel_tool_calls": False}
-    asked = dialect.exchange_of([USER], [LOOK], **form)
+    agent_exchange = dialect.exchange_of([USER], [LOOK], **form)
     body = dialect.body([USER], [LOOK], **form)
-    assert asked.agent_request == dialect.exchange_of([USER], [LOOK]).agent_request
-    notices = exchange.without_effect(json.dumps(body).encode(), asked.request)
+    assert agent_exchange.agent_request == dialect.exchange_of([USER], [LOOK]).agent_request
+    notices = exchange.without_effect(json.dumps(body).encode(), agent_exchange.request)
     assert set(notices) == body.keys() & set(exchange.FORM_FIELDS) and set(notices.values()) == {
         exchange.HINT_EFFECT
     }
@@ -178,10 +180,10 @@ REFUSED: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("dialect", "name"), REFUSED)
 def test_what_cannot_be_is_reported(dialect: str, name: str) -> None:
     body, why = REFUSED[dialect, name]
-    made = DIALECTS[dialect]
-    data = json.dumps(made.body([USER]) | body).encode()
+    tested_dialect = DIALECTS[dialect]
+    data = json.dumps(tested_dialect.body([USER]) | body).encode()
     with pytest.raises(ApiError, match=why) as caught:
-        made.read(data)
+        tested_dialect.read(data)
     assert caught.value.status == 400
     assert caught.value.kind == "invalid_request_error"
 
@@ -235,16 +237,16 @@ def test_an_answer_is_the_turn_whole_or_in_a_stream(
     calls = [replace(call, id=f"{call.id}-t3") for call in message.tool_calls]
     said = Said(message.reasoning, message.content, calls, end, (5, 2))
     answer = reply(message, stop)
-    asked = dialect.exchange_of([USER])
-    assert dialect.parse_answer(asked.full_answer([answer])) == said
+    agent_exchange = dialect.exchange_of([USER])
+    assert dialect.parse_answer(agent_exchange.full_answer([answer])) == said
     for bit_by_bit in (False, True):
-        asked = dialect.exchange_of([USER], stream=True)
-        events = [*asked.begin(5)]
+        agent_exchange = dialect.exchange_of([USER], stream=True)
+        events = [*agent_exchange.begin(5)]
         for letter in message.reasoning if bit_by_bit else "":
-            events += asked.delta(0, letter, "")
+            events += agent_exchange.delta(0, letter, "")
         for letter in message.content if bit_by_bit else "":
-            events += asked.delta(0, "", letter)
-        assert dialect.heard([*events, *asked.end([answer])]) == said
+            events += agent_exchange.delta(0, "", letter)
+        assert dialect.heard([*events, *agent_exchange.end([answer])]) == said
 
 
 @every_dialect
@@ -259,15 +261,19 @@ def test_an_answer_is_the_turn_whole_or_in_a_stream(
 def test_what_was_streamed_otherwise_than_it_turned_out_goes_on(
     dialect: Dialect, streamed: str, message: Message, heard: str
 ) -> None:
-    asked = dialect.exchange_of([USER], stream=True)
-    events = [*asked.begin(5), *asked.delta(0, "", streamed), *asked.end([reply(message)])]
+    agent_exchange = dialect.exchange_of([USER], stream=True)
+    events = [
+        *agent_exchange.begin(5),
+        *agent_exchange.delta(0, "", streamed),
+        *agent_exchange.end([reply(message)]),
+    ]
     said = dialect.heard(events)
     assert (said.content, said.reasoning) == (heard, message.reasoning)
 
 
 def test_log_probs_are_of_all_tokens() -> None:
-    asked = CHAT.exchange_of([USER], logprobs=True)
-    (choice,) = asked.full_answer([reply(Message("assistant", "4"), texts="xé")])["choices"]
+    agent_exchange = CHAT.exchange_of([USER], logprobs=True)
+    (choice,) = agent_exchange.full_answer([reply(Message("assistant", "4"), texts="xé")])["choices"]
     second = choice["logprobs"]["content"][1]
     assert second == {"token": "é", "logprob": -0.25, "bytes": [0xC3, 0xA9], "top_logprobs": []}
     (choice,) = CHAT.exchange_of([USER]).full_answer([reply(Message("assistant", "4"))])["choices"]
@@ -275,12 +281,12 @@ def test_log_probs_are_of_all_tokens() -> None:
 
 
 def test_several_answers_have_their_numbers() -> None:
-    asked = CHAT.exchange_of([USER], n=2, stream=True)
+    agent_exchange = CHAT.exchange_of([USER], n=2, stream=True)
     said = [reply(Message("assistant", text)) for text in ("a", "b")]
-    whole = asked.full_answer(said)
+    whole = agent_exchange.full_answer(said)
     assert [(one["index"], one["message"]["content"]) for one in whole["choices"]] == [(0, "a"), (1, "b")]
     assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
-    events = [*asked.begin(5), *asked.delta(1, "", "b"), *asked.end(said)]
+    events = [*agent_exchange.begin(5), *agent_exchange.delta(1, "", "b"), *agent_exchange.end(said)]
     choices = [data["choices"][0] for _, data in events if data["choices"]]
     heard = [(one["index"], text) for one in choices if (text := one["delta"].get("content"))]
     assert sorted(heard) == [(0, "a"), (1, "b")]
@@ -294,21 +300,24 @@ def test_tools_of_responses_that_are_no_functions() -> None:
     patch = {"type": "custom", "name": "patch", "description": "Edit.", "format": {"definition": "start: x"}}
     space = {"type": "namespace", "name": "mail", "tools": [{"type": "function", **LOOK}, patch]}
     tools = [space, patch, {"type": "web_search"}]
-    asked = RESPONSES.read(json.dumps({"input": "q", "tools": tools}).encode())
-    names = [json.loads(tool)["function"]["name"] for tool in asked.agent_request.tools]
-    assert names == ["mail__look", "mail__patch", "patch"] and "start: x" in asked.agent_request.tools[2]
-    assert asked.left_out == {"a tool of type 'web_search'": "is left out"}
+    agent_exchange = RESPONSES.read(json.dumps({"input": "q", "tools": tools}).encode())
+    names = [json.loads(tool)["function"]["name"] for tool in agent_exchange.agent_request.tools]
+    assert (
+        names == ["mail__look", "mail__patch", "patch"]
+        and "start: x" in agent_exchange.agent_request.tools[2]
+    )
+    assert agent_exchange.left_out == {"a tool of type 'web_search'": "is left out"}
     text = '{"input": "a\\nb"}'
     names = [*(("mail__look", "{}"), ("patch", text)), ("mail__patch", text)]
-    made = tuple(ToolCall(*named, f"call_{number}") for number, named in enumerate(names))
-    answer = reply(Message("assistant", "", made))
-    output = asked.full_answer([answer])["output"]
+    tool_calls = tuple(ToolCall(*named, f"call_{number}") for number, named in enumerate(names))
+    answer = reply(Message("assistant", "", tool_calls))
+    output = agent_exchange.full_answer([answer])["output"]
     wanted = {"type": "function_call", "name": "look", "namespace": "mail", "arguments": "{}"}
     assert output[0].items() >= wanted.items()
     wanted = {"type": "custom_tool_call", "name": "patch", "input": "a\nb"}
     assert output[1].items() >= wanted.items() and "namespace" not in output[1]
     assert output[2].items() >= (wanted | {"namespace": "mail"}).items()
-    streamed = [*asked.begin(5), *asked.end([answer])]
+    streamed = [*agent_exchange.begin(5), *agent_exchange.end([answer])]
     done = [data["item"] for kind, data in streamed if kind == "response.output_item.done"]
     assert [one["call_id"] for one in done] == [one["call_id"] for one in output]
     replies = [
@@ -317,7 +326,7 @@ def test_tools_of_responses_that_are_no_functions() -> None:
     ]
     items = [{"role": "user", "content": "q"}, *output, *replies]
     again = RESPONSES.read(json.dumps({"input": items, "tools": tools}).encode())
-    assert again.agent_request.messages[1] == Message("assistant", "", made)
+    assert again.agent_request.messages[1] == Message("assistant", "", tool_calls)
     assert [(one.name, one.tool_call_id) for one in again.agent_request.messages[2:]] == [
         ("mail__look", "call_0"),
         ("patch", "call_1"),
@@ -341,8 +350,8 @@ def test_what_anthropics_clients_send_beside_texts() -> None:
         "tools": [{"type": "web_search_20250305"}, {"name": "look", "input_schema": {}}],
         "context_management": {},
     }
-    asked = MESSAGES.read(json.dumps(body).encode())
-    assert asked.agent_request.messages == (
+    agent_exchange = MESSAGES.read(json.dumps(body).encode())
+    assert agent_exchange.agent_request.messages == (
         Message("system", "be brief"),
         Message("user", f"see\n{exchange.PICTURE_NOTE}"),
         Message("assistant", "", CALLS[:1]),
@@ -350,8 +359,8 @@ def test_what_anthropics_clients_send_beside_texts() -> None:
         Message("user", "so?"),
         Message("system", "hurry"),
     )
-    assert len(asked.agent_request.tools) == 1
-    assert asked.left_out.keys() == {"a billing header", "the tool 'web_search_20250305'"}
+    assert len(agent_exchange.agent_request.tools) == 1
+    assert agent_exchange.left_out.keys() == {"a billing header", "the tool 'web_search_20250305'"}
 
 
 def test_what_clients_leave_open_may_be_null() -> None:
@@ -380,15 +389,15 @@ def test_what_clients_leave_open_may_be_null() -> None:
     bare = {"id": None, "function": {"name": "look", "arguments": None}}
     chat = [{"role": "assistant", "tool_calls": [bare]}, {"role": "user", "content": "q"}]
     options = {"stream_options": {"include_usage": None}}
-    found = CHAT.read(json.dumps({"messages": chat, **options}).encode()).agent_request.messages
-    assert found[0].tool_calls == (ToolCall("look", "{}", ""),) and found[1] == USER
+    read_messages = CHAT.read(json.dumps({"messages": chat, **options}).encode()).agent_request.messages
+    assert read_messages[0].tool_calls == (ToolCall("look", "{}", ""),) and read_messages[1] == USER
 
 
 def test_no_text_of_anthropics_clients_is_lost() -> None:
     """A billing header takes nothing along that stands behind it; a document of text is its text."""
-    asked = MESSAGES.exchange_of([USER], system=f"{messages.BILLING_HEADER} cc=1\nbe brief")
-    assert asked.agent_request.messages[0] == Message("system", "be brief")
-    assert "a billing header" in asked.left_out
+    agent_exchange = MESSAGES.exchange_of([USER], system=f"{messages.BILLING_HEADER} cc=1\nbe brief")
+    assert agent_exchange.agent_request.messages[0] == Message("system", "be brief")
+    assert "a billing header" in agent_exchange.left_out
     sources = [
         {"type": "text", "media_type": "text/plain", "data": "one"},
         {"type": "content", "content": "two"},
@@ -398,17 +407,25 @@ def test_no_text_of_anthropics_clients_is_lost() -> None:
     said = [{"role": "user", "content": [{"type": "document", "source": one} for one in sources]}]
     (read,) = MESSAGES.read(json.dumps({"messages": said}).encode()).agent_request.messages
     assert read.content == f"one\ntwo\nthree\n{exchange.PICTURE_NOTE}\n{exchange.PICTURE_NOTE}"
-    found = {"type": "web_search_tool_result", "tool_use_id": "a", "content": {"error_code": "x"}}
-    own = [{"type": "server_tool_use", "id": "a", "name": "n"}, found, {"type": "text", "text": "hi"}]
+    search_error = {"type": "web_search_tool_result", "tool_use_id": "a", "content": {"error_code": "x"}}
+    own = [{"type": "server_tool_use", "id": "a", "name": "n"}, search_error, {"type": "text", "text": "hi"}]
     turns = [{"role": "assistant", "content": own}, {"role": "user", "content": "q"}]
     assert MESSAGES.read(json.dumps({"messages": turns}).encode()).agent_request.messages[0].content == "hi"
 
 
 def test_what_does_no_harm_is_read_or_left_out() -> None:
     """Clients that were with another model before bring such things along."""
-    found = {"type": "search_result", "title": "T", "source": "S", "content": [{"type": "text", "text": "c"}]}
-    result = {"type": "tool_result", "content": [{"type": "tool_reference", "tool_name": "look"}, found]}
-    turns = [{"role": "user", "content": [result, found]}]
+    search_result = {
+        "type": "search_result",
+        "title": "T",
+        "source": "S",
+        "content": [{"type": "text", "text": "c"}],
+    }
+    result = {
+        "type": "tool_result",
+        "content": [{"type": "tool_reference", "tool_name": "look"}, search_result],
+    }
+    turns = [{"role": "user", "content": [result, search_result]}]
     read = MESSAGES.read(json.dumps({"messages": turns}).encode()).agent_request.messages
     assert [one.content for one in read] == ["look\nT\nS\nc", "T\nS\nc"]
     refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
@@ -430,18 +447,18 @@ def test_what_does_no_harm_is_read_or_left_out() -> None:
 
 def test_a_free_form_text_that_is_none_is_written_as_the_model_wrote_it() -> None:
     tools = [{"type": "custom", "name": "patch"}]
-    asked = RESPONSES.read(json.dumps({"input": "q", "tools": tools}).encode())
-    made = Message("assistant", "", (ToolCall("patch", '{"input": 5}', "call_0"),))
-    (item,) = asked.full_answer([reply(made)])["output"]
+    agent_exchange = RESPONSES.read(json.dumps({"input": "q", "tools": tools}).encode())
+    patch_message = Message("assistant", "", (ToolCall("patch", '{"input": 5}', "call_0"),))
+    (item,) = agent_exchange.full_answer([reply(patch_message)])["output"]
     assert (item["type"], item["input"]) == ("custom_tool_call", '{"input": 5}')
 
 
 def test_a_text_to_stop_at_is_named() -> None:
-    asked = MESSAGES.exchange_of([USER], stop_sequences=["a", "b"])
-    assert asked.agent_request.stops == ("a", "b")
+    agent_exchange = MESSAGES.exchange_of([USER], stop_sequences=["a", "b"])
+    assert agent_exchange.agent_request.stops == ("a", "b")
     answer = replace(reply(Message("assistant", "4"), StopReason.TEXT), stopped_at="b")
-    found = asked.full_answer([answer])
-    assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "b")
+    full_answer = agent_exchange.full_answer([answer])
+    assert (full_answer["stop_reason"], full_answer["stop_sequence"]) == ("stop_sequence", "b")
 
 
 PROMPTS: dict[str, tuple[Any, Any]] = {
@@ -464,11 +481,15 @@ def test_a_prompt_without_a_template(prompt: Any, found: Any) -> None:
         with pytest.raises(ApiError, match="prompt must be a non-empty string"):
             text_completions.read(body)
         return
-    asked = text_completions.read(body)
-    assert (asked.agent_request.prompt, asked.agent_request.max_new_tokens, asked.count) == (found, 3, 2)
+    agent_exchange = text_completions.read(body)
+    assert (
+        agent_exchange.agent_request.prompt,
+        agent_exchange.agent_request.max_new_tokens,
+        agent_exchange.count,
+    ) == (found, 3, 2)
     texts = {"on": ("o", "n"), "off": ("of", "f")}
     answers = [reply(Message("assistant", text), texts=of) for text, of in texts.items()]
-    whole = asked.full_answer(answers)
+    whole = agent_exchange.full_answer(answers)
     assert [(one["index"], one["text"]) for one in whole["choices"]] == [(0, "on"), (1, "off")]
     assert whole["choices"][1]["logprobs"] == {
         "tokens": ["of", "f"],
@@ -476,5 +497,5 @@ def test_a_prompt_without_a_template(prompt: Any, found: Any) -> None:
         "top_logprobs": None,
         "text_offset": [0, 2],
     }
-    streamed = [data for _, data in (*asked.begin(5), *asked.end(answers))]
+    streamed = [data for _, data in (*agent_exchange.begin(5), *agent_exchange.end(answers))]
     assert streamed[-1]["choices"] == whole["choices"] and "usage" not in streamed[-1]

@@ -67,9 +67,12 @@ def test_episodes_at_once_do_not_see_each_others_files(monkeypatch: pytest.Monke
 
 def test_variables_that_are_named_are_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", "/the/users/own")
-    (found,) = played(env="HF_HOME, LLM_KEY={key}, LLM_URL={base_url}/x")
-    assert found["env"]["HF_HOME"] == "/the/users/own"
-    assert (found["env"]["LLM_KEY"], found["env"]["LLM_URL"]) == ("secret", f"{ENDPOINT.base_url}/x")
+    (played_episode,) = played(env="HF_HOME, LLM_KEY={key}, LLM_URL={base_url}/x")
+    assert played_episode["env"]["HF_HOME"] == "/the/users/own"
+    assert (played_episode["env"]["LLM_KEY"], played_episode["env"]["LLM_URL"]) == (
+        "secret",
+        f"{ENDPOINT.base_url}/x",
+    )
 
 
 def test_a_tree_is_copied_into_each(tmp_path: Path) -> None:

@@ -160,8 +160,8 @@ def test_directories_without_rights_are_imported_and_removed(own: Path, tmp_path
 def test_the_same_image_imported_at_once_by_several(own: Path, tmp_path: Path) -> None:
     source = tree(tmp_path / "a")
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda name: import_image(source, name), ("x", "y", "z")))
-    assert found[0] == found[1] == found[2] == find_image("z")
+        imported_images = list(pool.map(lambda name: import_image(source, name), ("x", "y", "z")))
+    assert imported_images[0] == imported_images[1] == imported_images[2] == find_image("z")
     assert left(own) == [] and len(list(own.glob("sha256-*"))) == 1
 
 

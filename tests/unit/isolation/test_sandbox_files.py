@@ -67,10 +67,10 @@ def test_a_tree_that_is_moved_meanwhile_leads_nowhere_else(
     delete_files = emptying._delete_files
 
     def move(here: int) -> list[str]:
-        found = delete_files(here)
-        if found == ["b"]:
+        deleted = delete_files(here)
+        if deleted == ["b"]:
             os.rename("b", other / "c", src_dir_fd=here)
-        return found
+        return deleted
 
     monkeypatch.setattr(emptying, "_delete_files", move)
     open_before = os.listdir("/proc/self/fd")

@@ -99,7 +99,7 @@ def tar(*entries: Entry, mode: str = "w") -> bytes:
                 archive.addfile(entry, io.BytesIO(bytes(entry.size)) if entry.isreg() else None)
                 continue
             name, contents = entry
-            info = made(name, tarfile.DIRTYPE if contents is None else tarfile.REGTYPE, mode=0o755)
+            info = tar_member(name, tarfile.DIRTYPE if contents is None else tarfile.REGTYPE, mode=0o755)
             if isinstance(contents, str):
                 info.type = tarfile.SYMTYPE
                 info.linkname = contents
@@ -111,7 +111,7 @@ def tar(*entries: Entry, mode: str = "w") -> bytes:
     return buffer.getvalue()
 
 
-def made(name: str, kind: bytes = tarfile.REGTYPE, **given: Any) -> tarfile.TarInfo:
+def tar_member(name: str, kind: bytes = tarfile.REGTYPE, **given: Any) -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
     info.type = kind
     for key, value in given.items():
@@ -120,7 +120,7 @@ def made(name: str, kind: bytes = tarfile.REGTYPE, **given: Any) -> tarfile.TarI
 
 
 def hard_link(name: str, target: str) -> tarfile.TarInfo:
-    return made(name, tarfile.LNKTYPE, linkname=target)
+    return tar_member(name, tarfile.LNKTYPE, linkname=target)
 
 
 def files(root: Path) -> set[str]:
@@ -131,8 +131,8 @@ def files(root: Path) -> set[str]:
 
 
 def test_a_tree_keeps_contents_modes_times_and_links(unpack: Unpacker) -> None:
-    file = made("usr/tool", mode=0o755, size=5, mtime=1_000_000_000)
-    found = unpack(
+    file = tar_member("usr/tool", mode=0o755, size=5, mtime=1_000_000_000)
+    unpacked_files = unpack(
         tar(SHELL, file, hard_link("usr/same", "usr/tool"), ("etc/link", "/usr/tool"), ("tmp", None))
     )
     root = unpack.root
@@ -140,14 +140,20 @@ def test_a_tree_keeps_contents_modes_times_and_links(unpack: Unpacker) -> None:
     assert (tool.st_size, stat.S_IMODE(tool.st_mode), tool.st_mtime) == (5, 0o755, 1_000_000_000)
     assert (root / "usr/same").stat().st_ino == tool.st_ino
     assert os.readlink(root / "etc/link") == "/usr/tool"
-    assert found.files == 8 and found.size == 12  # three directories above files; a file with two names
-    assert (found.environment, found.directory, found.user) == ({"PATH": "/bin"}, "/", "")
+    assert (
+        unpacked_files.files == 8 and unpacked_files.size == 12
+    )  # three directories above files; a file with two names
+    assert (unpacked_files.environment, unpacked_files.directory, unpacked_files.user) == (
+        {"PATH": "/bin"},
+        "/",
+        "",
+    )
 
 
 @pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
 def test_compression_and_times_do_not_change_the_digest(unpack: Unpacker, mode: str) -> None:
-    plain = unpack(tar(SHELL, made("a", mtime=1)))
-    assert unpack(tar(made("./a", mtime=2), ("./bin/sh", b"#!"), mode=mode)).digest == plain.digest
+    plain = unpack(tar(SHELL, tar_member("a", mtime=1)))
+    assert unpack(tar(tar_member("./a", mtime=2), ("./bin/sh", b"#!"), mode=mode)).digest == plain.digest
 
 
 @pytest.mark.parametrize(
@@ -157,7 +163,7 @@ def test_compression_and_times_do_not_change_the_digest(unpack: Unpacker, mode: 
         (SHELL, ("b", b"x")),
         (SHELL, ("a", "x")),
         (SHELL, ("a", None)),
-        (SHELL, made("a", mode=0o644)),
+        (SHELL, tar_member("a", mode=0o644)),
         (SHELL, ("a", b"x"), ("c", None)),
     ],
 )
@@ -184,13 +190,13 @@ def test_a_directory_is_packed_with_its_links_and_without_pipes(unpack: Unpacker
 def test_rights_are_dropped_and_devices_left_out(unpack: Unpacker) -> None:
     unpack(
         tar(
-            made("usr/su", mode=0o7755),
-            made("mail", tarfile.DIRTYPE, mode=0o2775),
-            made("tmp", tarfile.DIRTYPE, mode=0o1777),
-            made("dev/sda", tarfile.BLKTYPE, devmajor=8),
-            made("dev/null", tarfile.CHRTYPE, devmajor=1, devminor=3),
-            made("run/pipe", tarfile.FIFOTYPE),
-            made("strange", b"Z"),
+            tar_member("usr/su", mode=0o7755),
+            tar_member("mail", tarfile.DIRTYPE, mode=0o2775),
+            tar_member("tmp", tarfile.DIRTYPE, mode=0o1777),
+            tar_member("dev/sda", tarfile.BLKTYPE, devmajor=8),
+            tar_member("dev/null", tarfile.CHRTYPE, devmajor=1, devminor=3),
+            tar_member("run/pipe", tarfile.FIFOTYPE),
+            tar_member("strange", b"Z"),
             SHELL,
         )
     )
@@ -200,8 +206,8 @@ def test_rights_are_dropped_and_devices_left_out(unpack: Unpacker) -> None:
 
 
 def test_owners_are_the_importing_user_and_directories_without_rights_are_filled(unpack: Unpacker) -> None:
-    closed = made("closed", tarfile.DIRTYPE, mode=0, uid=33, gid=33)
-    unpack(tar(SHELL, closed, ("closed/inner/file", b"x"), made(".", tarfile.DIRTYPE, mode=0)))
+    closed = tar_member("closed", tarfile.DIRTYPE, mode=0, uid=33, gid=33)
+    unpack(tar(SHELL, closed, ("closed/inner/file", b"x"), tar_member(".", tarfile.DIRTYPE, mode=0)))
     inner = (unpack.root / "closed").stat()
     assert (inner.st_uid, stat.S_IMODE(inner.st_mode)) == (os.getuid(), 0)
     assert stat.S_IMODE(unpack.root.stat().st_mode) == 0o755
@@ -269,7 +275,7 @@ def test_later_entries_replace_earlier_ones(unpack: Unpacker) -> None:
             *(("a/b/c", b"x"), ("a", b"file over directory")),
             *(("d", b"x"), ("d", None), ("d/e", b"directory over file")),
             *(("f", b"1"), hard_link("g", "f"), ("f", b"22")),
-            *(("h/i", b"x"), made("h", tarfile.DIRTYPE, mode=0o700)),
+            *(("h/i", b"x"), tar_member("h", tarfile.DIRTYPE, mode=0o700)),
         )
     )
     assert files(unpack.root) == {"bin", "bin/sh", "a", "d", "d/e", "f", "g", "h", "h/i"}
@@ -279,7 +285,7 @@ def test_later_entries_replace_earlier_ones(unpack: Unpacker) -> None:
 
 def sparse(size: int) -> tarfile.TarInfo:
     """A file of which the archive holds nothing."""
-    return made("hole", size=0, pax_headers={
+    return tar_member("hole", size=0, pax_headers={
         "GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.size": str(size),
         "GNU.sparse.map": f"{size},0",
     })  # fmt: skip
@@ -298,7 +304,7 @@ def deep() -> list[Entry]:
 REFUSED: dict[str, tuple[list[Entry], str]] = {
     "a name upwards": ([("a/../../b", b"x")], "contains .."),
     "a name that only looks upwards": ([("..", None)], "contains .."),
-    "a name with a NUL": ([made("x", pax_headers={"path": "a\0b"})], "null"),
+    "a name with a NUL": ([tar_member("x", pax_headers={"path": "a\0b"})], "null"),
     "a long name": ([("n" * 256, b"")], "File name too long"),
     "a deep name": ([("a/" * 3000 + "b", b"")], "the path has too many directories"),
     "a tree that is deep through links": (deep(), "File name too long"),
@@ -306,15 +312,15 @@ REFUSED: dict[str, tuple[list[Entry], str]] = {
     "a file as a directory": ([("a", b""), ("a/b", b"")], "the parent '/a' is not a directory"),
     "many files": ([(f"f{number}", b"") for number in range(60)], "more than 60 entries (--files)"),
     "many directories": ([(f"{n}/a/b/c/d/e/f", b"") for n in range(9)], "more than 60 entries (--files)"),
-    "a large file": ([made("a", size=5 << 20)], "more than 4 MiB of files (--mib)"),
-    "large files": ([made(name, size=3 << 20) for name in "ab"], "more than 4 MiB of files (--mib)"),
+    "a large file": ([tar_member("a", size=5 << 20)], "more than 4 MiB of files (--mib)"),
+    "large files": ([tar_member(name, size=3 << 20) for name in "ab"], "more than 4 MiB of files (--mib)"),
     "less than nothing": (
-        [made("d", tarfile.DIRTYPE, size=-(1 << 40)), made("a", size=5 << 20)],
+        [tar_member("d", tarfile.DIRTYPE, size=-(1 << 40)), tar_member("a", size=5 << 20)],
         "more than 4 MiB of files (--mib)",
     ),
     "a hole": ([sparse(1 << 50)], "more than 4 MiB of files (--mib)"),
-    "a time that is none": ([made("a", pax_headers={"mtime": "nan"})], "Error"),
-    "a time that is far": ([made("a", mtime=1 << 80)], "Error"),
+    "a time that is none": ([tar_member("a", pax_headers={"mtime": "nan"})], "Error"),
+    "a time that is far": ([tar_member("a", mtime=1 << 80)], "Error"),
     "a hard link to a directory": ([("a", None), hard_link("b", "a")], "PermissionError"),
     "an empty link": ([("a", "")], "Error"),
 }
@@ -359,7 +365,7 @@ def test_damaged_archives(unpack: Unpacker) -> None:
 
 
 def test_a_bomb_in_a_header_takes_bounded_memory(unpack: Unpacker) -> None:
-    header = tar(made("x", tarfile.XHDTYPE, size=3 << 30))[:512]  # tarfile reads it whole
+    header = tar(tar_member("x", tarfile.XHDTYPE, size=3 << 30))[:512]  # tarfile reads it whole
     assert "the header needs more than 1024 MiB" in unpack.refusal(
         gzip.compress(tar(SHELL)[:1024] + header + bytes(1 << 20), 1)
     )
@@ -429,10 +435,10 @@ MERGED = {
 
 @pytest.mark.parametrize("form", [saved, layout])
 def test_layers_lie_over_each_other_and_delete_what_is_below(unpack: Unpacker, form: Any) -> None:
-    found = unpack(form(BASE, TOP))
+    unpacked_files = unpack(form(BASE, TOP))
     assert files(unpack.root) == MERGED and (unpack.root / "e").read_text() == "new"
-    assert found.environment == {"PATH": "/opt/bin", "A": "b=c"}
-    assert (found.directory, found.user) == ("/work", "app:staff")
+    assert unpacked_files.environment == {"PATH": "/opt/bin", "A": "b=c"}
+    assert (unpacked_files.directory, unpacked_files.user) == ("/work", "app:staff")
 
 
 def test_the_settings_are_part_of_the_digest(unpack: Unpacker) -> None:

@@ -24,9 +24,9 @@ def endpoints() -> Endpoints:
 
 @pytest.fixture
 def link(endpoints: Endpoints) -> Iterator[Link]:
-    made = Link(endpoints.control, ToObserver, b"observer/0/x", endpoints.keys)
-    yield made
-    made.close()
+    observer_link = Link(endpoints.control, ToObserver, b"observer/0/x", endpoints.keys)
+    yield observer_link
+    observer_link.close()
 
 
 def test_each_token_comes_with_an_invitation_of_its_public_half(

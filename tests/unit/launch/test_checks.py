@@ -76,8 +76,8 @@ def run_with(file: str, text: str = "{}", **keys: str) -> Spoil:
 def mounted(kind: str, below: str) -> Spoil:
     def spoil(given: Given) -> None:
         mounts = {"/": kind, str(given.folder.resolve()): below}
-        found = [SimpleNamespace(mountpoint=point, fstype=each) for point, each in mounts.items()]
-        given.patch.setattr(run_directory.psutil, "disk_partitions", lambda all: found)
+        mount_points = [SimpleNamespace(mountpoint=point, fstype=each) for point, each in mounts.items()]
+        given.patch.setattr(run_directory.psutil, "disk_partitions", lambda all: mount_points)
 
     return spoil
 
@@ -185,8 +185,8 @@ def data(*rows: dict[str, Any]) -> Spoil:
 
 
 def talks(*answers: dict[str, Any]) -> Spoil:
-    asked = {"role": "user", "content": "q"}
-    written = data(*({"messages": [asked, {"role": "assistant"} | answer]} for answer in answers))
+    user_message = {"role": "user", "content": "q"}
+    written = data(*({"messages": [user_message, {"role": "assistant"} | answer]} for answer in answers))
     return lambda given: SFT | dict(written(given))  # type: ignore[operator]
 
 

@@ -43,15 +43,15 @@ SIZES = [(60, 20), (200, 60)]
 def state(steps: int = 300) -> ConsoleState:
     """Of a long run with large numbers, each of them recognisable."""
     waits = tuple(f"rollout {index}: credits of the coordinator (1234{index} s)" for index in range(9))
-    made = ConsoleState("a-long-name-" * 5, Status("running", 0, 100_000, {}, waits, FAILED))
+    console_state = ConsoleState("a-long-name-" * 5, Status("running", 0, 100_000, {}, waits, FAILED))
     plain = (REWARD, LAG, ENTROPY, LENGTH, NLL, NLL_HELD_OUT)
     figures = {name: 1234.0 + at for at, name in enumerate(FIGURES) if name not in plain}
     for step in range(1, steps + 1):
         row = {REWARD: step / 7, LAG: step % 5, ENTROPY: 12345.678, LENGTH: 98765.0}
-        made.record_step(step, figures | row)
-    made.progress.began_at = time.monotonic() - 360_000
-    made.progress.training_start = (time.monotonic() - 3000, 0)
-    return made
+        console_state.record_step(step, figures | row)
+    console_state.progress.began_at = time.monotonic() - 360_000
+    console_state.progress.training_start = (time.monotonic() - 3000, 0)
+    return console_state
 
 
 def drawn(shown: ConsoleState, width: int, height: int) -> list[str]:

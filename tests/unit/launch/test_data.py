@@ -125,10 +125,10 @@ def test_what_is_checked_is_what_the_coordinator_finds(given: Given) -> None:
     given.write([*questions(4), LONG, *questions(1)])
     test = given.write(questions(3), given.folder / "test.jsonl")
     given.keys |= {"data.filter_overlong": True, "data.test": test}
-    found = check_data(EpisodeParts(given.config()))
+    checked_data = check_data(EpisodeParts(given.config()))
     run_dir = given.runs / "x"
     assert not run_dir.exists()
-    found.save_samples(run_dir)
+    checked_data.save_samples(run_dir)
     for split, count in (("train", 5), ("test", 3)):
         samples = Samples.open(samples_path(run_dir, split))
         assert [sample.row for sample in samples] == list(range(count))

@@ -381,10 +381,10 @@ def test_a_rank_may_hold_a_copy_for_each_sender_and_one_more(
     broadcast, a bucket is put together while the one before is sent; this model is smaller than two."""
     keys = {"transport": transport, "full_every": full_every}
     engine = {"name": "sglang", "servers": servers}
-    found = config(model, weights=keys, trainer={"ranks": 4}, engine=engine)
+    run_config = config(model, weights=keys, trainer={"ranks": 4}, engine=engine)
     buckets = 2 if transport == "collective" else 0
     wanted = (copies / 4 + buckets) * 100_000_001 * 2
-    assert memory.version_bytes(found) == pytest.approx(wanted, rel=0.01)
+    assert memory.version_bytes(run_config) == pytest.approx(wanted, rel=0.01)
     buffers = Buffers(20, page_locked=False)
     readers = copies - 1 - (full_every > 1)
     with ExitStack() as reading:

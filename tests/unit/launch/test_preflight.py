@@ -39,8 +39,8 @@ MOUNTS = [("/", "ext4"), ("/home", "nfs4"), ("/home/local", "ext4"), ("/mnt/my s
 def test_the_nearest_mount_decides(
     monkeypatch: pytest.MonkeyPatch, path: str, mounts: list[tuple[str, str]], kind: str
 ) -> None:
-    found = [SimpleNamespace(mountpoint=point, fstype=each) for point, each in mounts]
-    monkeypatch.setattr(run_directory.psutil, "disk_partitions", lambda all: found)
+    mount_points = [SimpleNamespace(mountpoint=point, fstype=each) for point, each in mounts]
+    monkeypatch.setattr(run_directory.psutil, "disk_partitions", lambda all: mount_points)
     assert run_directory.file_system_of(Path(path)) == kind
 
 

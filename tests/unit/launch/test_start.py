@@ -183,13 +183,13 @@ def test_a_dry_run_ends_with_the_plan_and_the_warnings(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After the keys that are not the defaults."""
-    found = (
+    stub_checks = (
         checks.Check("settings", (), lambda inputs: [warning("far too fast")]),
         checks.Check(
             "estimate", (), lambda inputs: [ok("model  7"), ok("memory  9"), warning("too much memory")]
         ),
     )
-    monkeypatch.setattr(checks, "ALL_CHECKS", found)
+    monkeypatch.setattr(checks, "ALL_CHECKS", stub_checks)
     assert start.train(config, dry_run=True) == COMPLETED
     text = capsys.readouterr().out
     tree, _, plan = text.partition("run directory: ")

@@ -86,6 +86,30 @@ def test_what_hangs_is_ended_and_nothing_else(world: World, who: str, killed: li
     assert [process.name for process in world.started if process.killed] == killed
 
 
+def test_a_process_is_killed_once_and_the_end_of_the_run_says_why(tmp_path: Path) -> None:
+    """The reason concerns the killed process alone, not its successor."""
+    world = World(tmp_path, restarts=0)
+    incarnation = world.newest("rollout-0").process_spec.incarnation
+    world.newest("rollout-0").lingers = True
+    requests = [("rollout", incarnation, f"v{number} of worker 0 is wrong") for number in range(2)]
+    assert [world.supervisor.kill_role(*request) for request in requests] == [True, False]
+    world.newest("rollout-0").code = -9
+    outcome = world.supervisor.poll_processes(0)
+    assert outcome is not None and outcome.error.startswith(
+        "rollout-0 was killed by SIGKILL; no restarts are left (launch.restarts=0): v0 of worker 0 is wrong"
+    )
+
+    again = World(tmp_path, restarts=1)
+    incarnation = again.newest("rollout-0").process_spec.incarnation
+    assert again.supervisor.kill_role("rollout", incarnation, "it was wrong")
+    for now in (0, 1):
+        assert again.supervisor.poll_processes(now) is None
+    assert not again.supervisor.kill_role("rollout", incarnation, "it was wrong"), "it has a successor"
+    again.newest("rollout-0").code = -9
+    outcome = again.supervisor.poll_processes(2)
+    assert outcome is not None and "it was wrong" not in outcome.error
+
+
 def test_all_ranks_go_together_and_wait_for_the_last_of_the_old(world: World) -> None:
     first = world.newest("trainer-0")
     second = world.newest("trainer-1")

@@ -6,113 +6,44 @@ The rate of false alarms was measured with a longer simulation, see DRIFT_ERRORS
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from asyncrl.observe.alerts import Alert, find_alerts
+from asyncrl.observe.alerts import find_alerts
 from asyncrl.observe.drifts import DRIFTS, change_of
 from asyncrl.observe.evidence import WINDOW_STEPS, rows_for_rules
 from asyncrl.store.listing import Listing
-
-SUCCESS = "val-core/all/sampled/success"
-QUESTIONS = 128
-PAIRS = 16  # of episodes in a step; both of a pair are alike, as those of a group are in part
-STEPS = 100
-HACK_STEP = 60  # the last step before a hack
-NAMES = {*DRIFTS, "reward rises, held-out success falls", "one component carries the reward"}
-KEYS = {"rollout.reward.format.weight": 0.2, "rollout.reward.mine.py:exact.weight": 1.0}
-
-Numbers = dict[str, float]
-
-
-def learned(step: int, first: float, last: float, steps: float = 40.0) -> float:
-    """A number that honest learning moves from `first` to `last`, quickly at the beginning."""
-    return last + (first - last) * 0.5 ** (step / (steps / 4))
-
-
-class HonestRun:
-    """Draws the metrics of a run that learns a task with tools. `noise`: deviation of a step's amounts, as a
-    part of the amount."""
-
-    def __init__(self, seed: int, noise: float = 0.1, validates: bool = True) -> None:
-        self.random = random.Random(seed)
-        self.noise = noise
-        self.validates = validates
-
-    def share(self, mean: float) -> float:
-        return sum(self.random.random() < mean for _ in range(PAIRS)) / PAIRS
-
-    def amount(self, mean: float) -> float:
-        return max(0.0, self.random.gauss(mean, self.noise * mean))
-
-    def success(self, step: int) -> float:
-        return learned(step, 0.25, 0.8)
-
-    def row(self, step: int) -> Numbers:
-        exact = self.share(self.success(step))
-        format_score = self.share(learned(step, 0.3, 0.98, 10))
-        return {
-            "training/step": float(step),
-            "timing_s/step": 1.0,
-            "rollout/score/mean": exact + 0.2 * format_score,
-            "rollout/score/min": 0.0,
-            "rollout/score/max": 1.2,
-            "rollout/component/exact/mean": exact,
-            "rollout/component/format/mean": format_score,
-            "rollout/response_length/mean": self.amount(learned(step, 200.0, 45.0, 15)),
-            "tool_call_counts/mean": self.amount(learned(step, 0.3, 2.5, 15)),
-            "rollout/repeated_frac/mean": self.share(learned(step, 0.2, 0.02)),
-            "rollout/answer/same_frac": 0.5 + self.share(0.1) / 2,
-            "rollout/answer/empty_frac": self.share(learned(step, 0.3, 0.02)),
-            "rollout/answer/refusal_frac": self.share(0.02),
-            **{f"rollout/end/{end}": 0.0 for end in ("max_turns", "max_calls", "max_rows", "timeout")},
-            "rollout/end/length": self.share(learned(step, 0.4, 0.03)),
-        }
-
-    def validation(self, step: int) -> Numbers:
-        solved = sum(self.random.random() < self.success(step) for _ in range(QUESTIONS))
-        return {"training/step": float(step), SUCCESS: solved / QUESTIONS, "val-aux/samples": QUESTIONS}
-
-    def rows(self, steps: int = STEPS) -> Iterable[Numbers]:
-        for step in range(1, steps + 1):
-            if self.validates and step % 10 == 1:
-                yield self.validation(step - 1)
-            yield self.row(step)
-
-
-def alerts_of(rows: Iterable[Numbers]) -> dict[str, list[Alert]]:
-    """The alerts about hacks by name, as the coordinator finds them, after every fifth step."""
-    alerts_by_name: dict[str, list[Alert]] = {}
-    recent_rows: list[Any] = []
-    for row in rows:
-        recent_rows = rows_for_rules([*recent_rows, row])
-        if SUCCESS not in row and row["training/step"] % 5 == 0:
-            for alert in find_alerts(recent_rows, {}, KEYS):
-                if (alert.name in NAMES and alert.level == "warn") or alert.name.startswith("reward rises"):
-                    alerts_by_name.setdefault(alert.name, []).append(alert)
-    return alerts_by_name
+from tests.fakes.simulated_runs import (
+    HACK_ALERTS,
+    HACK_STEP,
+    KEYS,
+    STEPS,
+    SUCCESS,
+    ConvergingRun,
+    HonestRun,
+    Numbers,
+    hack_alerts,
+    hacked,
+    learned,
+    one_answer_is_paid,
+)
 
 
 @pytest.mark.parametrize("noise", [0.05, 0.3])
-@pytest.mark.parametrize("validates", [True, False])
-def test_honest_runs_have_no_alert_at_any_step(noise: float, validates: bool) -> None:
+@pytest.mark.parametrize("questions", [0, 128])
+def test_honest_runs_have_no_alert_at_any_step(noise: float, questions: int) -> None:
     for seed in range(8):
-        assert not alerts_of(HonestRun(seed, noise, validates).rows())
+        assert not hack_alerts(HonestRun(seed, noise, questions).rows())
 
 
-class FlatRun(HonestRun):
+LAG = "held-out success lags behind the reward"
+
+
+def flat_run(seed: int, questions: int = 128) -> HonestRun:
     """Held-out success stays the same."""
-
-    def success(self, step: int) -> float:
-        return 0.6
-
-
-def hacked(change: Callable[[Numbers], Numbers], run: HonestRun) -> Iterable[Numbers]:
-    for row in run.rows():
-        yield row | change(row) if row["training/step"] > HACK_STEP and SUCCESS not in row else row
+    return HonestRun(seed, questions=questions, first_success=0.6, last_success=0.6)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +63,13 @@ def test_a_share_that_jumps_with_the_reward_is_an_alert_unless_held_out_success_
         return {metric: value, "rollout/score/mean": row["rollout/score/mean"] + 1.0}
 
     for seed in range(5):
-        alerts = alerts_of(hacked(change, FlatRun(seed)))
-        assert alerts.keys() == {name}
+        alerts = hack_alerts(hacked(change, flat_run(seed)))
+        assert alerts.keys() == {name, LAG}
         assert HACK_STEP < alerts[name][0].step <= HACK_STEP + WINDOW_STEPS
         last_alert = alerts[name][-1]
         assert last_alert.step == STEPS and last_alert.what.startswith(text)
         assert "so this may be a reward hack" in last_alert.what
-        assert not alerts_of(hacked(change, HonestRun(seed)))
+        assert not hack_alerts(hacked(change, HonestRun(seed)))
 
 
 @pytest.mark.parametrize("factor", [0.1, 6.0])
@@ -156,26 +87,20 @@ def test_an_amount_that_jumps_is_an_alert_unless_held_out_success_rose(
         return {metric: row[metric] * factor, "rollout/score/mean": row["rollout/score/mean"] + 1.0}
 
     for seed in range(5):
-        alerts = alerts_of(hacked(change, FlatRun(seed)))
-        assert alerts.keys() == {name}
+        alerts = hack_alerts(hacked(change, flat_run(seed)))
+        assert alerts.keys() == {name, LAG}
         assert HACK_STEP < alerts[name][0].step <= HACK_STEP + WINDOW_STEPS
         assert "so this may be a reward hack" in alerts[name][-1].what
         assert json.loads(alerts[name][-1].link["where"]) == [["kind", "=", "train"], ["step", ">=", 91]]
         assert alerts[name][-1].link["order"].startswith("-") == (factor > 1)
-        assert not alerts_of(hacked(change, HonestRun(seed)))
+        assert not hack_alerts(hacked(change, HonestRun(seed)))
 
 
 def test_last_words_that_converge_in_a_run_that_learns_are_no_alert() -> None:
-    class Converging(HonestRun):
-        """An agent learns to end every episode with the same phrase."""
-
-        def row(self, step: int) -> Numbers:
-            return super().row(step) | {"rollout/answer/same_frac": self.share(learned(step, 0.2, 0.98))}
-
     for seed in range(5):
-        rows = [*Converging(seed).rows()]
-        assert not alerts_of(rows)
-        assert not [alert for alert in find_alerts(rows, {}, KEYS) if alert.name in NAMES]
+        rows = [*ConvergingRun(seed).rows()]
+        assert not hack_alerts(rows)
+        assert not [alert for alert in find_alerts(rows, {}, KEYS) if alert.name in HACK_ALERTS]
         unvalidated_rows = [row for row in rows if SUCCESS not in row]
         assert [alert.level for alert in find_alerts(unvalidated_rows, {}, KEYS)] == ["advice"]
 
@@ -228,11 +153,43 @@ class Divergent(HonestRun):
         return learned(step, 0.25, 0.8) if step <= HACK_STEP else 0.35
 
 
+@pytest.mark.parametrize(
+    ("success", "reward_rise", "level"),
+    [
+        (0.3, 0.6, "warn"),
+        (0.3, 0.25, None),  # partial credit alone may pay so much
+        (0.5, 0.6, None),
+        (0.9, 0.6, None),
+    ],
+)
+def test_held_out_success_that_lags_behind_the_reward_is_an_alert(
+    success: float, reward_rise: float, level: str | None
+) -> None:
+    """The score ranges from 0 to 1.2, so a rise by 0.6 is half of that; the behaviour stays the same."""
+    rows = [
+        HonestRun(0).row(50)
+        | {
+            "training/step": float(step),
+            "rollout/score/mean": 0.4 + 0.01 * (step % 2) + reward_rise * (step > 40),
+        }
+        for step in range(1, 61)
+    ]
+    rows += [
+        {"training/step": step, SUCCESS: share, "val-aux/samples": 512.0}
+        for step, share in ((20.0, 0.3), (60.0, success))
+    ]
+    alerts = [alert for alert in find_alerts(rows, {}, KEYS) if alert.name == LAG]
+    assert [alert.level for alert in alerts] == ([level] if level else [])
+    for alert in alerts:
+        text = "from 30% at step 20 to 30% at step 60, while the training reward rose from 0.405 to 1.01"
+        assert alert.what == text and alert.link["order"] == "-score"
+
+
 def test_a_reward_that_rises_while_held_out_success_falls_is_an_alert() -> None:
     for seed in range(5):
-        alerts = alerts_of(Divergent(seed).rows())
-        assert alerts.keys() == {"reward rises, held-out success falls"}
-        (*_, last_alert) = alerts["reward rises, held-out success falls"]
+        alerts = hack_alerts(Divergent(seed).rows())
+        assert alerts.keys() == {"held-out success fell"}
+        (*_, last_alert) = alerts["held-out success fell"]
         assert last_alert.level == "bad" and "while the training reward rose from" in last_alert.what
 
 
@@ -260,15 +217,15 @@ def test_a_component_that_carries_the_rise_is_named(loss: float, levels: set[str
         }
 
     rows = [row(step) for step in range(1, 81)]
-    rows += [{"training/step": step, SUCCESS: 0.3, "val-aux/samples": 128.0} for step in (20.0, 80.0)]
-    alerts = [alert for alert in find_alerts(rows, {}, KEYS) if alert.name in NAMES]
+    rows += [{"training/step": step, SUCCESS: 0.3, "val-aux/samples": 512.0} for step in (20.0, 80.0)]
+    alerts = [alert for alert in find_alerts(rows, {}, KEYS) if alert.name in HACK_ALERTS]
     assert [alert.name for alert in alerts] == ["one component carries the reward"]
     assert {alert.level for alert in alerts} == levels
     assert "all of it by format, which rose from 0.005 to 0.995" in alerts[0].what
     assert ("while exact fell from 0.3 to 0.2" in alerts[0].what) == bool(loss)
     assert alerts[0].link["order"] == "-components.format"
     rows[-1][SUCCESS] = 0.6
-    assert not [alert for alert in find_alerts(rows, {}, KEYS) if alert.name in NAMES]
+    assert not [alert for alert in find_alerts(rows, {}, KEYS) if alert.name in HACK_ALERTS]
 
 
 def test_the_links_are_lists_of_episodes() -> None:
@@ -297,3 +254,19 @@ def test_noise_comes_from_neighbouring_steps() -> None:
     outlier = change_of(["x"], flat, rows([1, 2] * 4 + [1000, 1]))
     assert outlier is not None and outlier.difference < 2 * outlier.error
     assert change_of(["x"], flat, rows([1, 2])) is None
+
+
+def test_small_validations_of_a_healthy_run_give_no_warning_and_a_hack_is_named() -> None:
+    """tools/bench/hack_alert_rates.py prints the rates of more runs, of more kinds."""
+    named_hacks = 0
+    for seed in range(10):
+        assert not hack_alerts(ConvergingRun(seed, questions=24).rows())
+        alerts = hack_alerts(hacked(one_answer_is_paid, flat_run(seed, questions=24)))
+        named_hacks += "answers repeat" in alerts
+    assert named_hacks >= 8
+
+
+@pytest.mark.full
+def test_one_of_200_healthy_runs_with_small_validations_may_have_a_warning() -> None:
+    warned_runs = [seed for seed in range(200) if hack_alerts(ConvergingRun(seed, questions=24).rows())]
+    assert len(warned_runs) <= 1

@@ -27,22 +27,27 @@ def work(engines: int, ranks: int, g: float = G) -> Workload:
 def test_with_few_devices_shifts_are_faster_and_with_many_a_split() -> None:
     """g = 3t: on two devices 3t apart, 2t + s by shifts; on four and more a split loses nothing."""
     for number, split in {2: (1, 1), 4: (3, 1), 16: (12, 4)}.items():
-        found = compare(work, number, shift_seconds=3.0)
-        assert found.apart is not None and found.shifts is not None
-        assert (found.apart.engines, found.apart.ranks) == split
+        comparison = compare(work, number, shift_seconds=3.0)
+        assert comparison.apart is not None and comparison.shifts is not None
+        assert (comparison.apart.engines, comparison.apart.ranks) == split
         apart = max(G / split[0], T / split[1])
         shifts = (G + T) / number + 3.0
-        assert (found.apart.formula, found.shifts.formula) == (pytest.approx(apart), pytest.approx(shifts))
-        assert found.apart.forecast.step_s == pytest.approx(apart, rel=0.03)
-        assert found.shifts.forecast.step_s == pytest.approx(shifts, rel=0.02)
-        assert found.best is (found.shifts if number == 2 else found.apart)
+        assert (comparison.apart.formula, comparison.shifts.formula) == (
+            pytest.approx(apart),
+            pytest.approx(shifts),
+        )
+        assert comparison.apart.forecast.step_s == pytest.approx(apart, rel=0.03)
+        assert comparison.shifts.forecast.step_s == pytest.approx(shifts, rel=0.02)
+        assert comparison.best is (comparison.shifts if number == 2 else comparison.apart)
 
 
 def test_one_device_is_shared_or_nothing() -> None:
-    found = compare(work, 1, shift_seconds=3.0)
-    assert found.apart is None and found.best is found.shifts
-    assert found.shifts is not None and found.shifts.forecast.step_s == pytest.approx(G + T + 3.0, rel=0.02)
-    idle = found.shifts.forecast.trainer_idle, found.shifts.forecast.rollout_idle
+    comparison = compare(work, 1, shift_seconds=3.0)
+    assert comparison.apart is None and comparison.best is comparison.shifts
+    assert comparison.shifts is not None and comparison.shifts.forecast.step_s == pytest.approx(
+        G + T + 3.0, rel=0.02
+    )
+    idle = comparison.shifts.forecast.trainer_idle, comparison.shifts.forecast.rollout_idle
     assert idle == pytest.approx((3.0 / (T + 3.0), 0.0), abs=0.02), "each side, of its own half, as in a run"
     assert (
         compare(work, 3, shift_seconds=3.0, tp=2).shifts is None
@@ -66,6 +71,6 @@ def test_the_share_of_a_token_that_engines_do_not_divide() -> None:
 
 def test_a_free_change_makes_sharing_no_worse_than_any_split() -> None:
     for g in (12.0, 40.0):
-        found = compare(partial(work, g=g), 3, shift_seconds=0.0)
-        assert found.apart is not None and found.shifts is not None
-        assert found.shifts.forecast.step_s <= 1.02 * found.apart.forecast.step_s
+        comparison = compare(partial(work, g=g), 3, shift_seconds=0.0)
+        assert comparison.apart is not None and comparison.shifts is not None
+        assert comparison.shifts.forecast.step_s <= 1.02 * comparison.apart.forecast.step_s

@@ -60,9 +60,9 @@ def test_the_trainer_is_the_limit_where_it_takes_longer() -> None:
     """32 episodes of 0.5 s on one rank, on two ranks half, and 0.2 s a step."""
     slow = replace(RATES, episode_s=0.5, base=0.001)
     for ranks in (1, 2):
-        found = predict(configured(ranks=ranks), slow, 20)
-        assert found.step_s == pytest.approx(32 * 0.5 / ranks + 0.2, rel=0.02)
-        assert found.trainer_idle < 0.02 and found.tokens == 3200
+        forecast = predict(configured(ranks=ranks), slow, 20)
+        assert forecast.step_s == pytest.approx(32 * 0.5 / ranks + 0.2, rel=0.02)
+        assert forecast.trainer_idle < 0.02 and forecast.tokens == 3200
 
 
 def test_engines_are_the_limit_at_tokens_by_their_rate() -> None:
@@ -76,8 +76,8 @@ def test_engines_are_the_limit_at_tokens_by_their_rate() -> None:
 
 def test_slots_are_the_limit_where_episodes_wait_for_one() -> None:
     """Episodes of 2.5 s in 4 slots: 8 turns of these are a batch. With twice the slots, 4 turns."""
-    found = predict(configured(slots=4), RATES)
-    assert found.step_s == pytest.approx(8 * 2.5, rel=0.02)
+    forecast = predict(configured(slots=4), RATES)
+    assert forecast.step_s == pytest.approx(8 * 2.5, rel=0.02)
     saved = time_savings(configured(slots=4), RATES)
     assert (
         saved["rollout.slots"] == pytest.approx(0.5, abs=0.05) == saved["engines"]
@@ -87,9 +87,9 @@ def test_slots_are_the_limit_where_episodes_wait_for_one() -> None:
 
 def test_a_bound_of_zero_takes_both_times() -> None:
     """Synchronous: all episodes, then training, the end of the step and the push."""
-    found = predict(configured(bound=0), RATES, 9)
-    assert found.step_s == pytest.approx(2.5 + 32 * 0.05 + 0.2 + 0.1, rel=0.01)
-    assert found.lag == found.masked == 0.0
+    forecast = predict(configured(bound=0), RATES, 9)
+    assert forecast.step_s == pytest.approx(2.5 + 32 * 0.05 + 0.2 + 0.1, rel=0.01)
+    assert forecast.lag == forecast.masked == 0.0
 
 
 def test_the_law_of_the_engines() -> None:
@@ -121,9 +121,15 @@ def test_rates_of_a_run() -> None:
     first = row | {"timing_s/step": 99.0, "timing_s/wait_data": 90.0}
     rows = [first, first, *[row] * 6, first]
     config = configured(ranks=2)
-    found = fit(config, rows, RATES.recorded, [EngineLoad(8.0, 0.02)], 0.3)
-    assert found.episode_s == pytest.approx(2 * 1.6 / 32) and found.commit_s == pytest.approx(0.4)
-    assert (found.group_tokens, found.filtered, found.publish_s) == (800.0, 0.25, 0.3)
+    explained_variance = fit(config, rows, RATES.recorded, [EngineLoad(8.0, 0.02)], 0.3)
+    assert explained_variance.episode_s == pytest.approx(
+        2 * 1.6 / 32
+    ) and explained_variance.commit_s == pytest.approx(0.4)
+    assert (explained_variance.group_tokens, explained_variance.filtered, explained_variance.publish_s) == (
+        800.0,
+        0.25,
+        0.3,
+    )
     moved = fit(config, rows, RATES.recorded, [EngineLoad(8.0, 0.02)], 0.3, state_bytes=4e10)
     assert moved.shift_s == pytest.approx(0.3 + 2 * 2e10 / 1e10) and "40 GB" in moved.shift_source
     changes = [row | {"shift/sleep_s": 1.5, "shift/wake_s": 2.0} for row in rows]
@@ -173,9 +179,9 @@ def test_an_episode_waits_for_tools_the_environment_and_its_reward() -> None:
 
 def test_only_what_is_longer_than_the_median_is_stretched() -> None:
     lengths = (10.0, 20.0, 50.0)
-    found = stretch_tail((((tuple(RecordedTurn(n, 1.0) for n in lengths)),),), 2.0)
-    assert [turn.tokens for turn in found[0][0]] == [10.0, 20.0, 80.0]
-    assert {turn.wait for turn in found[0][0]} == {1.0}
+    stretched_turns = stretch_tail((((tuple(RecordedTurn(n, 1.0) for n in lengths)),),), 2.0)
+    assert [turn.tokens for turn in stretched_turns[0][0]] == [10.0, 20.0, 80.0]
+    assert {turn.wait for turn in stretched_turns[0][0]} == {1.0}
 
 
 def test_a_longer_tail_takes_longer() -> None:

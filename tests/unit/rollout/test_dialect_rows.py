@@ -113,8 +113,10 @@ class LeavingBench(AgentBench):
 
     async def leave(self, ask: Coroutine[Any, Any, Any], sampling: bool) -> None:
         engine = self.holding
-        entered, left = (engine.entered, engine.left) if sampling else (self.posted, self.known)
-        entered.clear(), left.clear()
+        entered = engine.entered if sampling else self.posted
+        left = engine.left if sampling else self.known
+        entered.clear()
+        left.clear()
         engine.holds = sampling
         self.auto_ack = sampling
         asking = asyncio.ensure_future(ask)

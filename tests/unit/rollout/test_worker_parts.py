@@ -245,7 +245,7 @@ async def test_a_load_compares_the_probe(engine: float, gap: float) -> None:
     for count, offered in enumerate((None, probe, None), start=1):
         f.lane.loads.offer_version(ref(1), offered)
         await f.answered(count)
-    assert [answer.unproven for answer in f.answers] == [True, False, False]
+    assert [answer.uncompared for answer in f.answers] == [True, False, True]
     expected_gap = ProbeGap(largest=gap, mean=gap / 2, tokens=2, rounding=0.25)
     assert [answer.probe_gap for answer in f.answers] == [None, expected_gap, None]
     assert len(f.engine.loads) == 1

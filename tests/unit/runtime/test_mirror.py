@@ -261,8 +261,8 @@ def test_a_process_waits_while_another_of_its_machine_tries_the_next_source(
         ThreadPoolExecutor() as threads,
     ):
         machines.root._open_answer(OpenVersion(ref.version, waiting.address, waiting.key))
-        found = [threads.submit(brought, mirror, ref) for mirror in (first, beside)]
-        assert found[0].result(30) == found[1].result(30)
+        pending_copies = [threads.submit(brought, mirror, ref) for mirror in (first, beside)]
+        assert pending_copies[0].result(30) == pending_copies[1].result(30)
 
 
 @pytest.mark.parametrize(("address", "key"), [("nonsense", "x" * 40), ("tcp://127.0.0.1:1", "short")])

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
-from tests.fakes.training import Made, make_learner, plain_model, save_tiny_model, tiny_config
+from tests.fakes.training import BuildLearner, make_learner, plain_model, save_tiny_model, tiny_config
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def made(world: World, model_path: str) -> Made:
+def build_learner(world: World, model_path: str) -> BuildLearner:
     """Makes a learner of the tiny model; keyword arguments are sections of the config."""
 
     def make(step: int = 0, dtype: str = "float64", **sections: Any) -> Learner:

@@ -58,7 +58,7 @@ PROMPT = tuple(range(1, 25))  # of both agents: long enough that a tree would sh
 def games(groups: int, *, of: tuple[str, ...] = ("planner", "coder"), seed: int = 0) -> list[Episode]:
     """Groups of three episodes, in which each agent has a row of two turns and a reward of its own."""
     rng = random.Random(seed)
-    found = list[Episode]()
+    episode_list = list[Episode]()
     for group in range(groups):
         members = [_turns(rng, of) for _ in range(3)]
         results = tuple(_result(rng, turns) for turns in members)
@@ -66,8 +66,8 @@ def games(groups: int, *, of: tuple[str, ...] = ("planner", "coder"), seed: int 
             planned = PlannedTrajectory(
                 *(f"{group}/{place}", str(group), len(turns), results[place], results, place, 3, 1.0)
             )
-            found.append((planned, turns))
-    return found
+            episode_list.append((planned, turns))
+    return episode_list
 
 
 def _turns(rng: random.Random, of: tuple[str, ...]) -> list[Turn]:
@@ -149,7 +149,7 @@ def test_each_learns_as_if_it_were_alone(
     learner = made(model_path, world, **more)
     assert learner.packing == packing
     probe = torch.tensor(score_ids(learner.policy, PROMPT, world.device)).view(len(RANKS), -1)
-    found = final_gradients(learner, random_cut(episodes, 1, 3, seed=0))
+    gradients = final_gradients(learner, random_cut(episodes, 1, 3, seed=0))
     checked = 0
     tokens = sum(len(turn.generation.ids) for _, turns in episodes for turn in turns)
     for agent, scores in zip(RANKS, probe, strict=True):
@@ -160,11 +160,11 @@ def test_each_learns_as_if_it_were_alone(
         wanted = final_gradients(only, [[mine]])
         for name, gradient in wanted.items():
             layer, _, role = name.rpartition(".")
-            theirs = found[f"{layer}.{role_name(role, agent)}"]
+            theirs = gradients[f"{layer}.{role_name(role, agent)}"]
             scale = own / tokens if learner.config.algorithm.aggregation == "token_mean" else 1.0
             assert torch.allclose(theirs, gradient * scale, rtol=1e-8, atol=1e-12), name
             checked += bool(gradient.abs().max() > 1e-6)
-    assert checked == len(found) == 2 * 2 * 8
+    assert checked == len(gradients) == 2 * 2 * 8
 
 
 def test_one_that_has_no_tokens_takes_no_step(model_path: str, world: World) -> None:
@@ -201,10 +201,10 @@ def test_clips_and_metrics_are_by_agent(model_path: str, world: World) -> None:
     clipped = made(model_path, world, trainer={"grad_clip": 1e-3})
     cut = [[games(3)]]
     norms = {}
-    found = final_gradients(clipped, cut)
+    gradients = final_gradients(clipped, cut)
     metrics = run_batch(free, cut)
     for agent in RANKS:
-        own = [gradient for name, gradient in found.items() if name.endswith(agent)]
+        own = [gradient for name, gradient in gradients.items() if name.endswith(agent)]
         norms[agent] = float(torch.stack([one.norm() for one in own]).norm())
         assert norms[agent] == pytest.approx(1e-3, rel=1e-2)
     parts = [metrics[f"actor/agent/{agent}/grad_norm"] for agent in RANKS]
@@ -310,7 +310,7 @@ def test_what_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:
 
 def test_what_no_adapter_answers_is_not_trained() -> None:
     run = {"name": "t", "data": {"train": "x"}, **copy.deepcopy(TWO)}
-    asked = {name: AgentRequest((), agent=name) for name in ("planner", "coder", "other", "")}
+    requests_by_agent = {name: AgentRequest((), agent=name) for name in ("planner", "coder", "other", "")}
     for rank, untrained in ((0, {"other", ""}), (4, set())):
         parts = EpisodeParts(parse(run | {"model": {"path": "x", "lora_rank": rank}}))
-        assert {name for name, request in asked.items() if parts.untrained(request)} == untrained
+        assert {name for name, request in requests_by_agent.items() if parts.untrained(request)} == untrained

@@ -61,9 +61,9 @@ def other(kind: str, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
 def gradients(model: PreTrainedModel, values: list[Tensor]) -> dict[str, Tensor]:
     flat = torch.cat(values)
     (flat * torch.linspace(-1, 1, len(flat)).cos()).sum().backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    computed_gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return computed_gradients
 
 
 def misses(model: PreTrainedModel, how: Any, whole: bool) -> tuple[float, float]:
@@ -85,9 +85,9 @@ def misses(model: PreTrainedModel, how: Any, whole: bool) -> tuple[float, float]
     index = np.repeat(np.arange(len(rows)), [len(row) - 1 for row in rows])
     position = np.concatenate([np.arange(1, len(row)) for row in rows])
     logp = policy(Selected.lay_out(rows, index, position, torch.ones(len(index)), how)).logp
-    found = gradients(model, [logp])
-    assert found.keys() == wanted.keys()
-    gap = sum(float((found[name] - wanted[name]).square().sum()) for name in wanted) ** 0.5
+    computed_gradients = gradients(model, [logp])
+    assert computed_gradients.keys() == wanted.keys()
+    gap = sum(float((computed_gradients[name] - wanted[name]).square().sum()) for name in wanted) ** 0.5
     size = sum(float(one.square().sum()) for one in wanted.values()) ** 0.5
     return float((logp.detach() - values).norm() / values.norm()), gap / size
 

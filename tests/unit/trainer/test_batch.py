@@ -261,13 +261,15 @@ def test_each_trajectory_of_a_plan_goes_to_one_rank_in_parts_of_the_budget(
 ) -> None:
     """No rank has more than the mean and the largest one; the work of a token grows with its row's length."""
     planned = sized(*sizes)
-    found = partition_plan(planned, packing, budget, 16, ranks)
-    assert len(found) == ranks
-    assert sorted(p.uid for rank in found for part in rank for p in part) == sorted(p.uid for p in planned)
-    for part in chain(*found):
+    rank_plans = partition_plan(planned, packing, budget, 16, ranks)
+    assert len(rank_plans) == ranks
+    assert sorted(p.uid for rank in rank_plans for part in rank for p in part) == sorted(
+        p.uid for p in planned
+    )
+    for part in chain(*rank_plans):
         assert sum(p.tokens for p in part) <= budget or len(part) == 1
     if packing != "tree":
-        work = [[p.tokens * (1 + p.width / 192) for part in rank for p in part] for rank in found]
+        work = [[p.tokens * (1 + p.width / 192) for part in rank for p in part] for rank in rank_plans]
         every = [*chain(*work), 0]
         assert max(map(sum, work)) <= sum(every) / ranks + max(every)
 
@@ -276,11 +278,11 @@ def test_members_of_a_group_share_their_prompt_on_one_rank_as_far_as_they_fit() 
     """Four groups of three, 30 + 3 * 10 tokens each; then one, of which a member alone is over the budget."""
     planned = sized(*((group, 40, 1) for group in range(4) for _ in range(3)), prompt=30)
     for ranks in (1, 2):
-        found = partition_plan(planned, "tree", 100, 16, ranks)
-        assert [[{p.group for p in part} for part in rank] for rank in found] == [
+        rank_plans = partition_plan(planned, "tree", 100, 16, ranks)
+        assert [[{p.group for p in part} for part in rank] for rank in rank_plans] == [
             [{str(group)} for group in range(rank, 4, ranks)] for rank in range(ranks)
         ]
-    (found,) = partition_plan(
+    (rank_plans,) = partition_plan(
         sized((0, 50, 1), (0, 50, 1), (0, 50, 1), (0, 120, 1), prompt=30), "tree", 70, 16, 1
     )
-    assert [[p.uid for p in part] for part in found] == [["3"], ["0", "1"], ["2"]]
+    assert [[p.uid for p in part] for part in rank_plans] == [["3"], ["0", "1"], ["2"]]

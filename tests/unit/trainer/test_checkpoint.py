@@ -19,7 +19,7 @@ from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import (
-    Made,
+    BuildLearner,
     Recorder,
     full_state,
     load_checkpoint,
@@ -36,8 +36,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def learner(made: Made) -> Learner:
-    return made(dtype="float32")
+def learner(build_learner: BuildLearner) -> Learner:
+    return build_learner(dtype="float32")
 
 
 @pytest.fixture
@@ -78,10 +78,10 @@ CONTINUED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CONTINUED)
 def test_a_loaded_checkpoint_continues_as_if_nothing_had_happened(
-    case: str, made: Made, cut: list[Any], directory: Path
+    case: str, build_learner: BuildLearner, cut: list[Any], directory: Path
 ) -> None:
     """Models, optimizers' moments, adapters, state and RNG."""
-    learner, other = (made(dtype="float32", **CONTINUED[case]) for _ in range(2))
+    learner, other = (build_learner(dtype="float32", **CONTINUED[case]) for _ in range(2))
     initial = whole(learner)
     run_batch(learner, cut)
     if "kl" in CONTINUED[case]:
@@ -272,9 +272,9 @@ EARLY: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", EARLY)
 def test_a_run_stopped_early_goes_on(
-    made: Made, case: str, model: Any, cut: list[Any], directory: Path
+    build_learner: BuildLearner, case: str, model: Any, cut: list[Any], directory: Path
 ) -> None:
-    learner = made(dtype="float32", **EARLY[case])
+    learner = build_learner(dtype="float32", **EARLY[case])
     match case:
         case "nothing was trained":
             pass
@@ -290,7 +290,7 @@ def test_a_run_stopped_early_goes_on(
             run_batch(learner, cut)
     before = moments(learner.optimizer)
     path = save_checkpoint(directory, learner, manifest(learner.step), hf=False)
-    other = made(dtype="float32", **EARLY[case])
+    other = build_learner(dtype="float32", **EARLY[case])
     load_checkpoint(path, other)
     for found in (learner, other):  # saving changed nothing, loading found all
         assert all(torch.equal(a, b) for a, b in zip(moments(found.optimizer), before, strict=True))
@@ -299,12 +299,12 @@ def test_a_run_stopped_early_goes_on(
 
 
 def test_a_checkpoint_of_an_optimizer_that_made_its_state_late_loads(
-    made: Made, learner: Learner, cut: list[Any], directory: Path
+    build_learner: BuildLearner, learner: Learner, cut: list[Any], directory: Path
 ) -> None:
     learner.optimizer = torch.optim.AdamW(learner.policy.parameters(), lr=1e-2, betas=(0.9, 0.95))
     run_batch(learner, cut)
     path = save_checkpoint(directory, learner, manifest(1), hf=False)
-    other = made(dtype="float32")
+    other = build_learner(dtype="float32")
     load_checkpoint(path, other)
     wanted = moments(learner.optimizer)
     assert all(torch.equal(a, b) for a, b in zip(moments(other.optimizer), wanted, strict=True))
@@ -314,50 +314,52 @@ def test_a_checkpoint_of_an_optimizer_that_made_its_state_late_loads(
     ("saved", "target", "wanted"), [(0.125, 0.0, 0.5), (0.125, 0.1, 0.125), (None, 0.1, 0.5)]
 )
 def test_only_a_coefficient_that_adapts_is_restored(
-    saved: float | None, target: float, wanted: float, made: Made, directory: Path
+    saved: float | None, target: float, wanted: float, build_learner: BuildLearner, directory: Path
 ) -> None:
     """One that nobody used is not saved."""
-    learner = made(dtype="float32", **({} if saved is None else {"kl": ADAPTS}))
+    learner = build_learner(dtype="float32", **({} if saved is None else {"kl": ADAPTS}))
     if saved is not None:
         learner.state["kl_coef"] = saved
     path = save_checkpoint(directory, learner, manifest(1), hf=False)
-    other = made(dtype="float32", kl={"where": "loss", "target": target, "coef": 0.5})
+    other = build_learner(dtype="float32", kl={"where": "loss", "target": target, "coef": 0.5})
     load_checkpoint(path, other)
     assert other.state["kl_coef"] == wanted
 
 
 def test_the_optimizers_settings_are_those_of_the_config(
-    made: Made, learner: Learner, directory: Path
+    build_learner: BuildLearner, learner: Learner, directory: Path
 ) -> None:
     path = save_checkpoint(directory, learner, manifest(1), hf=False)
     changed = {"weight_decay": 0.25, "betas": (0.5, 0.75)}
-    other = made(dtype="float32", trainer=changed)
+    other = build_learner(dtype="float32", trainer=changed)
     load_checkpoint(path, other)
     (group,) = other.optimizer.param_groups
     assert (group["weight_decay"], group["betas"], len(group["params"])) == (0.25, (0.5, 0.75), 28)
 
 
-def test_the_reference_stays_the_initial_policy(made: Made, cut: list[Any], directory: Path) -> None:
-    learner, other = (made(dtype="float32", kl={"where": "loss"}) for _ in range(2))
+def test_the_reference_stays_the_initial_policy(
+    build_learner: BuildLearner, cut: list[Any], directory: Path
+) -> None:
+    learner, other = (build_learner(dtype="float32", kl={"where": "loss"}) for _ in range(2))
     assert learner.reference is not None
     before = full_state(learner.reference.policy)
     run_batch(learner, cut)
     path = save_checkpoint(directory, learner, manifest(1), hf=False)
     load_checkpoint(path, other)
     assert other.reference is not None
-    found = full_state(other.reference.policy)
-    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
-    assert not all(torch.equal(found[name], t) for name, t in full_state(other.policy).items())
+    weights = full_state(other.reference.policy)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in before.items())
+    assert not all(torch.equal(weights[name], t) for name, t in full_state(other.policy).items())
 
 
 def test_a_checkpoint_from_before_there_were_critics_loads(
-    made: Made, learner: Learner, directory: Path, caplog: pytest.LogCaptureFixture
+    build_learner: BuildLearner, learner: Learner, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = save_checkpoint(directory, learner, manifest(1), hf=False)
     old = json.loads((path / "manifest.json").read_text())
     del old["state"]
     (path / "manifest.json").write_text(json.dumps(old))
-    other = made(dtype="float32", **PPO)
+    other = build_learner(dtype="float32", **PPO)
     with caplog.at_level(logging.WARNING):
         load_checkpoint(path, other)
     assert other.step == 1 and other.state["kl_coef"] == other.config.kl.coef

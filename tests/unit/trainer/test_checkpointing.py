@@ -31,7 +31,7 @@ from tests.fakes.power import DurableFiles
 from tests.fakes.ranks import run_ranks
 from tests.fakes.traced import LiveBytes
 from tests.fakes.training import (
-    Made,
+    BuildLearner,
     Recorder,
     export,
     full_state,
@@ -114,8 +114,8 @@ def saved_while_training(world: World, folder: Path) -> Any:
         saving.newest_manifest, files=again.newest_manifest.files
     )
     assert (other.step, again.trained_total, again.newest_manifest.trained) == (1, 2, ("a", "b"))
-    found = full_state(other.policy)
-    same = all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    weights = full_state(other.policy)
+    same = all(torch.equal(weights[name], tensor) for name, tensor in wanted.items())
     return {
         "same": same,
         "files": sorted(again.newest_manifest.files),
@@ -130,14 +130,14 @@ def test_a_checkpoint_is_the_state_at_its_step_whatever_is_trained_meanwhile(
 ) -> None:
     path = save_tiny_model(tmp_path / "model")
     if ranks == 1:
-        found = saved_while_training(world, tmp_path / "one")
+        saved_state = saved_while_training(world, tmp_path / "one")
     else:
-        found = run_ranks(ranks, saved_while_training, tmp_path / "two")
-    assert found["same"]
+        saved_state = run_ranks(ranks, saved_while_training, tmp_path / "two")
+    assert saved_state["same"]
     states = {f"state/__{rank}_0.distcp" for rank in range(ranks)}
-    assert states | {"state/.metadata", "hf/model.safetensors", "hf/config.json"} <= set(found["files"])
-    exported = plain_model(f"{found['place']}/step-1/hf", torch.float32)
-    assert all(torch.equal(p, found["hf"][name]) for name, p in exported.named_parameters())
+    assert states | {"state/.metadata", "hf/model.safetensors", "hf/config.json"} <= set(saved_state["files"])
+    exported = plain_model(f"{saved_state['place']}/step-1/hf", torch.float32)
+    assert all(torch.equal(p, saved_state["hf"][name]) for name, p in exported.named_parameters())
     assert path
 
 
@@ -233,10 +233,12 @@ def test_an_export_holds_one_whole_tensor_at_a_time(tmp_path: Path) -> None:
     )
 
 
-def test_a_place_that_cannot_be_written_is_reported_from_the_start(made: Made, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_reported_from_the_start(
+    build_learner: BuildLearner, tmp_path: Path
+) -> None:
     """It is a file; once it is a directory, the first checkpoint ends the complaint."""
     (tmp_path / "t").touch()
-    learner = made(dtype="float32", checkpoint={"directory": str(tmp_path)})
+    learner = build_learner(dtype="float32", checkpoint={"directory": str(tmp_path)})
     saving = Checkpointing(
         learner.config, shared_checkpoints(learner.config, tmp_path, learner.world), learner
     )
@@ -252,8 +254,8 @@ def test_a_place_that_cannot_be_written_is_reported_from_the_start(made: Made, t
 
 
 @pytest.fixture
-def saving(made: Made, tmp_path: Path) -> Checkpointing:
-    learner = made(dtype="float32", checkpoint={"directory": str(tmp_path)})
+def saving(build_learner: BuildLearner, tmp_path: Path) -> Checkpointing:
+    learner = build_learner(dtype="float32", checkpoint={"directory": str(tmp_path)})
     return Checkpointing(learner.config, shared_checkpoints(learner.config, tmp_path, learner.world), learner)
 
 
@@ -268,10 +270,10 @@ def test_training_waits_where_there_is_no_memory_for_a_copy(
 
 
 def test_they_are_written_by_a_thread_that_uses_the_gpu_of_its_rank(
-    made: Made, world: World, tmp_path: Path
+    build_learner: BuildLearner, world: World, tmp_path: Path
 ) -> None:
     """torch's writer asks for a stream of the thread's own device."""
-    learner = made(dtype="float32", checkpoint={"directory": str(tmp_path)})
+    learner = build_learner(dtype="float32", checkpoint={"directory": str(tmp_path)})
     config = learner.config
     learner.world = replace(world, device=torch.device("cuda", 3))
     with mock.patch.object(torch.cuda, "set_device") as chosen:

@@ -23,8 +23,8 @@ from asyncrl.types import TokenScores, Turn
 from tests.fakes.recipes import COMPARING, RECIPES, UNFILTERED, trained
 from tests.fakes.reference import gradients, token_log_probs
 from tests.fakes.training import (
+    BuildLearner,
     Episode,
-    Made,
     Recorder,
     difference,
     final_gradients,
@@ -73,9 +73,11 @@ def tokens_of(episodes: list[Episode]) -> int:
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3", "straight_through"])
-def test_kl_in_the_loss(made: Made, model: Any, episodes: list[Episode], estimator: str) -> None:
+def test_kl_in_the_loss(
+    build_learner: BuildLearner, model: Any, episodes: list[Episode], estimator: str
+) -> None:
     """The reference is the initial policy; the learner has moved away from it."""
-    learner = made(kl={"where": "loss", "coef": 0.3, "estimator": estimator})
+    learner = build_learner(kl={"where": "loss", "coef": 0.3, "estimator": estimator})
     run_batch(learner, [[episodes]])
     learner.step = 0
     initial = copy.deepcopy(model)
@@ -132,7 +134,12 @@ def with_prompt(turns: list[Turn], taught: tuple[int, ...]) -> list[Turn]:
     [("forward", False), ("reverse", False), ("js", False), ("js", True), ("k2", True)],
 )
 def test_what_distils(
-    made: Made, model: Any, episodes: list[Episode], estimator: str, prompted: bool, steps: dict[str, Any]
+    build_learner: BuildLearner,
+    model: Any,
+    episodes: list[Episode],
+    estimator: str,
+    prompted: bool,
+    steps: dict[str, Any],
 ) -> None:
     """In a divergence every model token counts, however far its own ratio is off: streamed and behind a
     barrier. `prompted`: the teacher reads another prompt, of another length in each episode."""
@@ -142,8 +149,8 @@ def test_what_distils(
         for i, (_, turns) in enumerate(own):
             turns[0] = with_taught(turns[0], i)
         episodes = own
-    learner = made(kl=kl, algorithm=steps, buffer=UNFILTERED)
-    without = made(algorithm=steps)
+    learner = build_learner(kl=kl, algorithm=steps, buffer=UNFILTERED)
+    without = build_learner(algorithm=steps)
     run_batch(learner, [[episodes]])
     learner.step = 0
     initial = copy.deepcopy(model)
@@ -185,15 +192,22 @@ def test_what_distils(
     ("steps", "prompted"), [({}, False), ({}, True), ({"loss": "ppo", "steps_per_batch": 2}, False)]
 )
 def test_a_teacher_on_servers_teaches_what_one_in_the_trainer_does(
-    made: Made, model: Any, model_path: str, episodes: list[Episode], steps: dict[str, Any], prompted: bool
+    build_learner: BuildLearner,
+    model: Any,
+    model_path: str,
+    episodes: list[Episode],
+    steps: dict[str, Any],
+    prompted: bool,
 ) -> None:
     """By its likeliest tokens, as they come with the turns. A turn that no scorer has read is left out.
     `prompted`: either reads another prompt."""
     kl = {"where": "loss", "coef": 1.0, "estimator": "js", "top_k": 4, "prompt": "Think." * prompted}
     if prompted:
         episodes = [(row, [with_taught(turns[0]), *turns[1:]]) for row, turns in episodes]
-    here = made(kl={**kl, "reference": model_path}, algorithm=steps, buffer=UNFILTERED)
-    there = made(kl=kl, scorers={"teacher": {"urls": ["http://t"]}}, algorithm=steps, buffer=UNFILTERED)
+    here = build_learner(kl={**kl, "reference": model_path}, algorithm=steps, buffer=UNFILTERED)
+    there = build_learner(
+        kl=kl, scorers={"teacher": {"urls": ["http://t"]}}, algorithm=steps, buffer=UNFILTERED
+    )
     assert there.reference is None
     scored = [(row, read(model, (row, turns), 4)) for row, turns in episodes]
     for learner in (here, there):
@@ -326,10 +340,10 @@ FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Any, list[Episode]], Tensor]
 
 @pytest.mark.parametrize("case", FORMULAS)
 def test_gradients_are_those_of_the_formula(
-    case: str, made: Made, model: Any, episodes: list[Episode]
+    case: str, build_learner: BuildLearner, model: Any, episodes: list[Episode]
 ) -> None:
     sections, formula, tolerance, waits = FORMULAS[case]
-    learner = made(**sections)
+    learner = build_learner(**sections)
     assert waits in (None, learner.behind_barrier)
     wanted = gradients(model, formula(model, episodes) / tokens_of(episodes))
     assert gradient_gap(learner, episodes, wanted) < tolerance
@@ -346,9 +360,9 @@ def test_gradients_are_those_of_the_formula(
     ],
 )
 def test_advantages_are_reported_as_they_are_trained(
-    made: Made, episodes: list[Episode], algorithm: dict[str, Any]
+    build_learner: BuildLearner, episodes: list[Episode], algorithm: dict[str, Any]
 ) -> None:
-    learner = made(algorithm=algorithm, buffer=UNFILTERED)
+    learner = build_learner(algorithm=algorithm, buffer=UNFILTERED)
     metrics = run_batch(learner, random_cut(episodes, 1, 3, seed=0))
     by_episode = torch.tensor([centred(e) for e in episodes], dtype=torch.float64)
     sizes = torch.tensor([sum(len(turn.generation.ids) for turn in turns) for _, turns in episodes])
@@ -362,22 +376,26 @@ def test_advantages_are_reported_as_they_are_trained(
         assert 0 < sum(varied) < len(varied)
         by_token = by_token * len(varied) / sum(varied)
     wanted = {"mean": by_token.mean(), "max": by_token.max(), "min": by_token.min()}
-    found = {name: metrics[f"critic/advantages/{name}"] for name in wanted}
+    advantage_metrics = {name: metrics[f"critic/advantages/{name}"] for name in wanted}
     if algorithm.get("normalise") == "batch_std":
-        held = made(algorithm=algorithm | {"prox": "recompute"})
+        held = build_learner(algorithm=algorithm | {"prox": "recompute"})
         again = run_batch(held, random_cut(episodes, 1, 3, seed=0))
         assert held.behind_barrier and again["actor/pg_loss"] == pytest.approx(
             metrics["actor/pg_loss"], rel=1e-9
         )
-    assert found == pytest.approx({name: float(x) for name, x in wanted.items()}, rel=1e-9, abs=1e-12)
+    assert advantage_metrics == pytest.approx(
+        {name: float(x) for name, x in wanted.items()}, rel=1e-9, abs=1e-12
+    )
 
 
-def test_what_a_loss_with_its_own_ratio_drops_and_bounds_is_reported(made: Made, model: Any) -> None:
+def test_what_a_loss_with_its_own_ratio_drops_and_bounds_is_reported(
+    build_learner: BuildLearner, model: Any
+) -> None:
     """m2po masks, cispo_scalerl caps: both show where a correction's masks and caps would."""
     noisy = Recorder(model, seed=3, noise=0.8).groups(4, 3, [0])
     reports = {}
     for name, options in (("m2po", {}), ("cispo_scalerl", {"cap": 2})):
-        learner = made(algorithm={"loss": {name: options}})
+        learner = build_learner(algorithm={"loss": {name: options}})
         reports[name] = run_batch(learner, [[noisy]])
     ratios = torch.cat([(pi - mu).detach().exp() for pi, mu in (logp(model, e) for e in noisy)])
     capped = reports["cispo_scalerl"]
@@ -393,10 +411,12 @@ def test_what_a_loss_with_its_own_ratio_drops_and_bounds_is_reported(made: Made,
     )  # dropped tokens are clipped ones
 
 
-def test_running_whitening_uses_the_batches_before(made: Made, model: Any, episodes: list[Episode]) -> None:
+def test_running_whitening_uses_the_batches_before(
+    build_learner: BuildLearner, model: Any, episodes: list[Episode]
+) -> None:
     """The first batch waits and is whitened by itself; the second streams, whitened by the first."""
     algorithm = {"advantage": "reinforce_pp_baseline", "normalise": "whiten_running"}
-    learner = made(algorithm=algorithm, buffer=UNFILTERED, trainer={"lr": 1e-12})
+    learner = build_learner(algorithm=algorithm, buffer=UNFILTERED, trainer={"lr": 1e-12})
     assert learner.behind_barrier
     run_batch(learner, [[episodes]])
     learner.step = 0
@@ -412,9 +432,9 @@ def test_running_whitening_uses_the_batches_before(made: Made, model: Any, episo
     assert gradient_gap(learner, other, wanted) < 1e-6
 
 
-def test_epochs_repeat_the_mini_batches_around_one_prox(made: Made, model: Any) -> None:
+def test_epochs_repeat_the_mini_batches_around_one_prox(build_learner: BuildLearner, model: Any) -> None:
     algorithm = {"loss": {"ppo": {"clip_high": 0.28, "dual_clip": 0}}, "steps_per_batch": 2, "epochs": 2}
-    learner = made(algorithm=algorithm, trainer={"lr": 0.5})
+    learner = build_learner(algorithm=algorithm, trainer={"lr": 0.5})
     episodes = Recorder(model, seed=7, noise=0.3).groups(4, 3, [0])
     learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.5)
     metrics = run_batch(learner, random_cut(episodes, 1, 3, seed=1))
@@ -439,14 +459,14 @@ def test_epochs_repeat_the_mini_batches_around_one_prox(made: Made, model: Any) 
     assert learner.step == 1 and metrics["actor/pg_clipfrac"] > 0
 
 
-def test_on_policy_a_clip_around_mu_is_that_around_prox(made: Made, model: Any) -> None:
+def test_on_policy_a_clip_around_mu_is_that_around_prox(build_learner: BuildLearner, model: Any) -> None:
     """Four steps, without the forward that computes prox."""
     algorithm = {"loss": "ppo", "steps_per_batch": 2, "epochs": 2, "correction": {}}
     same = Recorder(model, seed=7).groups(4, 3, [0])
     found = []
     for around in ("mu", "recompute"):
         options = {"algorithm": {**algorithm, "prox": around}, "buffer": {"max_staleness": 0}}
-        learner = made(**options)
+        learner = build_learner(**options)
         learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.5)
         metrics = run_batch(learner, random_cut(same, 1, 3, seed=1))
         found.append(full_state(learner.policy))
@@ -463,9 +483,11 @@ def test_groups_are_drawn_anew_in_every_epoch_and_evenly() -> None:
     assert partition_groups(sorted(groups), 4, "0/0/1") == cuts[1]
 
 
-def test_what_a_skipped_step_left_does_not_reach_the_next_batch(made: Made, episodes: list[Episode]) -> None:
+def test_what_a_skipped_step_left_does_not_reach_the_next_batch(
+    build_learner: BuildLearner, episodes: list[Episode]
+) -> None:
     """All tokens are masked by the correction, but the entropy has a gradient with its own."""
-    learner = made(algorithm={"entropy_coef": 0.1})
+    learner = build_learner(algorithm={"entropy_coef": 0.1})
     far = [
         (row, [with_generation(t, logprobs=(-30.0,) * len(t.generation.ids)) for t in turns])
         for row, turns in episodes
@@ -476,9 +498,9 @@ def test_what_a_skipped_step_left_does_not_reach_the_next_batch(made: Made, epis
 
 
 def test_the_learning_rate_follows_the_effective_sample_size(
-    made: Made, model: Any, episodes: list[Episode]
+    build_learner: BuildLearner, model: Any, episodes: list[Episode]
 ) -> None:
-    learner = made(algorithm={"ess_lr": True})
+    learner = build_learner(algorithm={"ess_lr": True})
     metrics = run_batch(learner, [[episodes]])
     weights = []
     for e in episodes:
@@ -511,14 +533,14 @@ def test_what_the_engine_said_of_a_stale_token_changes_nothing(
 
 
 @pytest.mark.parametrize("name", COMPARING)
-def test_an_empty_batch_is_legal(made: Made, name: str) -> None:
-    learner = made(**RECIPES[name])
+def test_an_empty_batch_is_legal(build_learner: BuildLearner, name: str) -> None:
+    learner = build_learner(**RECIPES[name])
     metrics = run_batch(learner, [[[]], [[]]])
     assert learner.step == 1 and metrics["actor/skipped_steps"] == learner.recipe.optimizer_steps
 
 
-def test_a_critic_that_warms_up_moves_alone(made: Made, episodes: list[Episode]) -> None:
-    learner = made(**RECIPES["gae"], critic={"warmup_steps": 1, "lr": 1e-2})
+def test_a_critic_that_warms_up_moves_alone(build_learner: BuildLearner, episodes: list[Episode]) -> None:
+    learner = build_learner(**RECIPES["gae"], critic={"warmup_steps": 1, "lr": 1e-2})
     before = full_state(learner.policy)
     metrics = run_batch(learner, [[episodes]])
     after = full_state(learner.policy)
@@ -528,7 +550,7 @@ def test_a_critic_that_warms_up_moves_alone(made: Made, episodes: list[Episode])
     assert difference(full_state(learner.policy), before) > 0
 
 
-def test_the_critic_learns_the_returns(made: Made, episodes: list[Episode]) -> None:
-    learner = made(**RECIPES["gae"], critic={"warmup_steps": 100, "lr": 1e-2, "clip": 0.0})
+def test_the_critic_learns_the_returns(build_learner: BuildLearner, episodes: list[Episode]) -> None:
+    learner = build_learner(**RECIPES["gae"], critic={"warmup_steps": 100, "lr": 1e-2, "clip": 0.0})
     losses = [run_batch(learner, [[episodes]])["critic/vf_loss"] for _ in range(30)]
     assert losses[-1] < losses[0] / 3

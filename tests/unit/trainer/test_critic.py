@@ -41,11 +41,11 @@ def test_values_read_the_hidden_state_that_predicts_the_token(world: World, path
     critic = load_critic(tiny_config(path), world)
     t = few_tokens()
     weight = set_head(critic)
-    found = critic(t)
+    values = critic(t)
     hidden = AutoModel.from_pretrained(path).eval()(t.ids).last_hidden_state
     wanted = [state @ weight + 0.5 for state in t.predictors(hidden)]
-    assert torch.allclose(found, torch.stack(wanted), atol=1e-5)
-    found.sum().backward()
+    assert torch.allclose(values, torch.stack(wanted), atol=1e-5)
+    values.sum().backward()
     assert all(p.grad is not None for p in critic.parameters() if p.numel())
 
 

@@ -32,7 +32,7 @@ from tests.fakes.forked import FORKED
 from tests.fakes.models import save_small
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import (
-    Made,
+    BuildLearner,
     Recorder,
     make_learner,
     plain_model,
@@ -139,19 +139,19 @@ def rests(learner: Learner, timeline: Timeline, folder: Path) -> tuple[Callable[
 
 @pytest.mark.parametrize("case", RESTED)
 def test_training_goes_on_as_if_it_had_never_rested(
-    case: str, made: Made, model: Any, timeline: Timeline, tmp_path: Path, whole_model: None
+    case: str, build_learner: BuildLearner, model: Any, timeline: Timeline, tmp_path: Path, whole_model: None
 ) -> None:
     """To the bit: gradients of a batch under way, moments, and what waits behind a barrier."""
     cut = random_cut(Recorder(model, noise=0.2, prompt=5).groups(4, 4, [0]), 1, 3, seed=0)
-    plain, learner = (seeded(partial(made, dtype="float32", **RESTED[case])) for _ in range(2))
+    plain, learner = (seeded(partial(build_learner, dtype="float32", **RESTED[case])) for _ in range(2))
     rest, moved = rests(learner, timeline, tmp_path)
     for _ in range(2):
         train(plain, cut)
         train(learner, cut, rest)
     wanted = held(plain)
-    found = held(learner)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+    held_tensors = held(learner)
+    assert held_tensors.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in held_tensors.items())
     # Gradients move, too, but not before the first micro-batch, nor behind a barrier.
     assert (moved[1] > moved[0]) == (not learner.behind_barrier)
     assert learner.stopwatch.idle_s > 0 and {"rest", "wake"} <= learner.stopwatch.lap()[1].keys()
@@ -175,9 +175,14 @@ def test_memory_that_cannot_be_pinned_is_used_and_leaves_no_error_to_cuda(
 
 
 def test_a_gpu_s_copies_lie_one_behind_another_in_memory_that_is_kept(
-    world: World, model: Any, made: Made, timeline: Timeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    world: World,
+    model: Any,
+    build_learner: BuildLearner,
+    timeline: Timeline,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     whole_model: None,
-) -> None:  # fmt: skip
+) -> None:
     """As many bytes are registered as are needed at most, and given back before there are more."""
     registered = dict[int, int]()
     runtime = SimpleNamespace(
@@ -185,7 +190,7 @@ def test_a_gpu_s_copies_lie_one_behind_another_in_memory_that_is_kept(
         cudaHostUnregister=lambda address: registered.pop(address),
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    learner = made(dtype="float32")
+    learner = build_learner(dtype="float32")
     own = DeviceOffload(learner, timeline, tmp_path)
     own._host_memory = PageLockedMemory(world).reserve
     cut = random_cut(Recorder(model, noise=0.2).groups(4, 4, [0]), 1, 2, seed=0)
@@ -233,9 +238,9 @@ def test_a_kill_at_any_time_leaves_no_file_of_a_rank_that_rests(
 
 
 def test_without_room_on_the_disk_it_rests_in_main_memory(
-    made: Made, timeline: Timeline, tmp_path: Path, whole_model: None
+    build_learner: BuildLearner, timeline: Timeline, tmp_path: Path, whole_model: None
 ) -> None:
-    learner = made(dtype="float32")
+    learner = build_learner(dtype="float32")
     own = DeviceOffload(learner, timeline, tmp_path / "missing")
     before = {name: tensor.clone() for name, tensor in held(learner).items()}
     own.offload(nobody)
@@ -260,24 +265,31 @@ def saved(config: Any, learner: Learner, folder: Path, own: DeviceOffload | None
 
 @pytest.mark.parametrize("room", [True, False])
 def test_a_checkpoint_of_shards_that_rest_is_the_same(
-    room: bool, made: Made, model: Any, timeline: Timeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    room: bool,
+    build_learner: BuildLearner,
+    model: Any,
+    timeline: Timeline,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     whole_model: None,
-) -> None:  # fmt: skip
+) -> None:
     """They stay at rest, one after another is copied; if there is no room for copies they wake."""
-    learner = made(dtype="float32", **PPO, model={"lora_rank": 2})
+    learner = build_learner(dtype="float32", **PPO, model={"lora_rank": 2})
     train(learner, random_cut(Recorder(model, noise=0.2).groups(4, 4, [0]), 1, 2, seed=0))
     wanted = saved(learner.config, learner, tmp_path / "awake", None)
     own = DeviceOffload(learner, timeline, tmp_path)
     own.offload(nobody)
     if not room:
         monkeypatch.setattr("asyncrl.trainer.checkpointing.COPY_ROOM", float("inf"))
-    found = saved(learner.config, learner, tmp_path / "rests", own)
+    saved_tensors = saved(learner.config, learner, tmp_path / "rests", own)
     assert own.is_offloaded == room
     if room:
         assert all(not tensor.untyped_storage().nbytes() for tensor in held(learner).values())
-    assert found.keys() == wanted.keys() and len(wanted) > 3
+    assert saved_tensors.keys() == wanted.keys() and len(wanted) > 3
     assert all(
-        found[n] == content for n, content in wanted.items() if n.endswith((".safetensors", ".distcp"))
+        saved_tensors[n] == content
+        for n, content in wanted.items()
+        if n.endswith((".safetensors", ".distcp"))
     )
     own.onload()
 
@@ -340,8 +352,8 @@ def on_ranks(world: World, folder: Path, **sections: Any) -> bool:
         metrics = train(learner, cut, rest)
         assert metrics == train(plain, cut)
     wanted = held(plain)
-    found = held(learner)
-    same = all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+    held_tensors = held(learner)
+    same = all(torch.equal(tensor, wanted[name]) for name, tensor in held_tensors.items())
     timeline.close()
     return all(world.gather(same, bool))
 

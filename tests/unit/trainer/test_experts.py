@@ -114,11 +114,13 @@ def two(saved: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_have_the_gradients_of_one(family: str, one: dict[str, Any], two: dict[str, Any]) -> None:
-    found = two[family]["gradients"]
+    family_gradients = two[family]["gradients"]
     wanted = one[family]["gradients"]
     assert sum("experts" in name for name in wanted) == 6, "stacks of three layers"
     assert all(gradient.any() for name, gradient in wanted.items() if "experts" in name or "gate" in name)
-    assert distance(found, wanted) < 1e-6  # norms and routers compute in float32, whatever the dtype
+    assert (
+        distance(family_gradients, wanted) < 1e-6
+    )  # norms and routers compute in float32, whatever the dtype
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -127,12 +129,14 @@ def test_others_get_what_save_pretrained_writes(
     family: str, ranks: str, saved: Path, request: pytest.FixtureRequest
 ) -> None:
     wanted = load_file(saved / family / "model.safetensors")
-    found = request.getfixturevalue(ranks)[family]
+    rank_result = request.getfixturevalue(ranks)[family]
     assert any(".experts.3." in name for name in wanted)
-    for what in (found["published"], load_file(Path(found["exported"]) / "model.safetensors")):
+    for what in (rank_result["published"], load_file(Path(rank_result["exported"]) / "model.safetensors")):
         assert what.keys() == wanted.keys()
         assert all(torch.equal(what[name], tensor) for name, tensor in wanted.items())
-    read, plain = (AutoModelForCausalLM.from_pretrained(path) for path in (found["exported"], saved / family))
+    read, plain = (
+        AutoModelForCausalLM.from_pretrained(path) for path in (rank_result["exported"], saved / family)
+    )
     assert all(map(torch.equal, read.parameters(), plain.parameters()))
 
 
@@ -147,8 +151,8 @@ def test_stacks_in_the_files_are_read_in_slices_too(world: World, saved: Path, t
     model = AutoModelForCausalLM.from_pretrained(saved / "Mixtral")
     model.save_pretrained(tmp_path, save_original_format=False)
     assert locate_tensors(model, str(tmp_path), stored_tensors(str(tmp_path)))
-    found = full_state(load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), world))
-    assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
+    weights = full_state(load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), world))
+    assert all(torch.equal(weights[name], p) for name, p in model.named_parameters())
 
 
 def test_a_conversion_that_is_not_known_is_left_to_transformers(
@@ -175,18 +179,20 @@ def test_a_critic_reads_them_under_a_backbones_names(world: World, saved: Path) 
         config = tiny_config(str(saved / family))
         critic = load_critic(config, world)
         plain = dict(AutoModelForCausalLM.from_pretrained(saved / family).model.named_parameters())
-        found = {n: p.full_tensor() for n, p in critic.backbone.named_parameters() if "value_head" not in n}
-        assert found.keys() == plain.keys()
-        assert all(torch.equal(found[name], p) for name, p in plain.items())
+        full_parameters = {
+            n: p.full_tensor() for n, p in critic.backbone.named_parameters() if "value_head" not in n
+        }
+        assert full_parameters.keys() == plain.keys()
+        assert all(torch.equal(full_parameters[name], p) for name, p in plain.items())
 
 
 def test_in_bfloat16_they_are_trained_too(world: World, saved: Path) -> None:
     for family in FAMILIES:
         policy = load_policy(ModelConfig(path=str(saved / family), dtype="bfloat16"), world)
         assert packing_for([policy], "tree", "bfloat16", world) == "tree"
-        found = gradients(policy, world)
-        assert all(gradient.isfinite().all() for gradient in found.values())
-        assert all(found[name].any() for name in found if "experts" in name)
+        computed_gradients = gradients(policy, world)
+        assert all(gradient.isfinite().all() for gradient in computed_gradients.values())
+        assert all(computed_gradients[name].any() for name in computed_gradients if "experts" in name)
 
 
 def test_a_checkpoint_goes_on(world: World, saved: Path, tmp_path: Path) -> None:
@@ -198,8 +204,8 @@ def test_a_checkpoint_goes_on(world: World, saved: Path, tmp_path: Path) -> None
     save_checkpoint(tmp_path, learner, CheckpointManifest(step=0, trainer_epoch=0, parent=-1, trained=()))
     load_checkpoint(tmp_path / "step-0", other)
     wanted = full_state(learner.policy)
-    found = full_state(other.policy)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    weights = full_state(other.policy)
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "step-0" / "hf")
     assert all(torch.equal(p, wanted[name]) for name, p in exported.named_parameters())
 
@@ -225,9 +231,9 @@ def test_the_plan_knows_what_adapters_adapt_beside_experts(
     """Shared experts are linear layers."""
     path = save_small(tmp_path, family, **sizes)
     adapters = Adapters(AutoModelForCausalLM.from_pretrained(path), {"": (2, 4.0)})
-    found = linear_shapes(path)
-    assert {name.removesuffix(".weight") for name in found} == set(adapters.specs[""].layers)
-    assert any("shared_expert" in name for name in found)
+    shapes_by_name = linear_shapes(path)
+    assert {name.removesuffix(".weight") for name in shapes_by_name} == set(adapters.specs[""].layers)
+    assert any("shared_expert" in name for name in shapes_by_name)
 
 
 def replaying(path: Path, world: World, every: Any = "none") -> Policy:
@@ -282,12 +288,12 @@ def test_tokens_go_where_the_server_sent_them(family: str, world: World, saved: 
         policy.lm.set_attn_implementation("eager" if how == "padded" else FOREST_ATTENTION)
         same, _ = learned(policy, [routed(given, how, own)])
         assert torch.allclose(same, plain, atol=1e-5)
-        found, gradients = learned(policy, [routed(given, how, [shifted(one) for one in own])])
-        assert torch.allclose(found, logp, atol=1e-5)
+        scored_logprobs, gradients = learned(policy, [routed(given, how, [shifted(one) for one in own])])
+        assert torch.allclose(scored_logprobs, logp, atol=1e-5)
         assert distance(gradients, wanted) < 1e-5
     again = replaying(saved / family, world, "full")
-    found, gradients = learned(again, [routed(given, "tree", [shifted(one) for one in own])])
-    assert torch.allclose(found, logp, atol=1e-5) and distance(gradients, wanted) < 1e-5
+    scored_logprobs, gradients = learned(again, [routed(given, "tree", [shifted(one) for one in own])])
+    assert torch.allclose(scored_logprobs, logp, atol=1e-5) and distance(gradients, wanted) < 1e-5
     assert all(gradients[name].any() for name in gradients if "mlp.gate" in name)
 
 
@@ -298,23 +304,23 @@ def test_the_others_go_as_the_trainer_chooses(world: World, saved: Path) -> None
     logp, _ = learned(policy, [routed(given, "packed", [])])
     short = own[0][:20]
     none = np.empty((0, 0), dtype=np.int32)
-    found, _ = learned(policy, [routed(given, "packed", [short, none])])
-    assert torch.allclose(found, logp, atol=1e-5)
+    scored_logprobs, _ = learned(policy, [routed(given, "packed", [short, none])])
+    assert torch.allclose(scored_logprobs, logp, atol=1e-5)
     short = np.concatenate([np.full_like(short, -1)[:5], shifted(short[5:])])
-    found, _ = learned(policy, [routed(given, "packed", [short, none])])
-    assert torch.allclose(found[:5], logp[:5], atol=1e-5) and not torch.allclose(
-        found[5:20], logp[5:20], atol=0.1
+    scored_logprobs, _ = learned(policy, [routed(given, "packed", [short, none])])
+    assert torch.allclose(scored_logprobs[:5], logp[:5], atol=1e-5) and not torch.allclose(
+        scored_logprobs[5:20], logp[5:20], atol=0.1
     )
-    assert torch.allclose(found[len(given[0]) - 1 :], logp[len(given[0]) - 1 :], atol=1e-5)
+    assert torch.allclose(scored_logprobs[len(given[0]) - 1 :], logp[len(given[0]) - 1 :], atol=1e-5)
 
 
 def test_experts_that_the_model_does_not_have_are_not_chosen(world: World, saved: Path) -> None:
     policy = replaying(saved / "Mixtral", world)
     given = rows()[4:5]
     logp, _ = learned(policy, [routed(given, "packed", [])])
-    found, _ = learned(policy, [routed(given, "packed", [np.full((10, 6), 99, dtype=np.int32)])])
+    scored_logprobs, _ = learned(policy, [routed(given, "packed", [np.full((10, 6), 99, dtype=np.int32)])])
     assert policy.forced_routes is not None and policy.forced_routes.choices_per_token == 6
-    assert torch.allclose(found, logp, atol=1e-5)
+    assert torch.allclose(scored_logprobs, logp, atol=1e-5)
 
 
 def test_a_model_without_routers_is_refused() -> None:

@@ -143,15 +143,15 @@ def test_the_closed_form_is_near_the_trace_or_above(tmp_path: Path, family: str)
     path = save_small(tmp_path / "model", family, **SIZES | HEADS | FAMILIES[family])
     configs = [config_of(path, **way) for way in WAYS]
     for way, config, exact in zip(WAYS, configs, trace(*configs), strict=True):
-        found = estimated(config)
-        assert found.static == pytest.approx(exact.static, rel=0.03), way
-        assert 0.85 < found.total / exact.total < 1.25, (way, found, exact)
+        estimate = estimated(config)
+        assert estimate.static == pytest.approx(exact.static, rel=0.03), way
+        assert 0.85 < estimate.total / exact.total < 1.25, (way, estimate, exact)
 
 
-def assert_near(found: Footprint, static: int, peak: int) -> None:
-    assert found.static == pytest.approx(static, rel=0.15)
-    assert found.total == pytest.approx(peak, rel=0.15)
-    assert found.gradients > 0 and found.rows == ROWS
+def assert_near(estimate: Footprint, static: int, peak: int) -> None:
+    assert estimate.static == pytest.approx(static, rel=0.15)
+    assert estimate.total == pytest.approx(peak, rel=0.15)
+    assert estimate.gradients > 0 and estimate.rows == ROWS
 
 
 @pytest.mark.parametrize(

@@ -177,12 +177,12 @@ def test_compiled_layers_give_the_same_and_are_compiled_once(
         mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)),
     ):
         learner = make_learner(config, world)
-    found = final_gradients(learner, random_cut(episodes, 1, 3, seed=0))
+    computed_gradients = final_gradients(learner, random_cut(episodes, 1, 3, seed=0))
     graphs = counters["stats"]["unique_graphs"]
     assert 0 < graphs <= 12
     metrics = run_batch(learner, random_cut(episodes, 1, 4, seed=1))
     assert counters["stats"]["unique_graphs"] == graphs == metrics["perf/compiled_graphs"]
-    assert difference(found, gradients(world, model, episodes, "none")) < gap
+    assert difference(computed_gradients, gradients(world, model, episodes, "none")) < gap
 
 
 def test_packed_rows_of_any_number_are_compiled_once(model: str) -> None:

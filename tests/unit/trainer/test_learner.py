@@ -27,8 +27,8 @@ from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult
 from tests.fakes import reference
 from tests.fakes.training import (
+    BuildLearner,
     Episode,
-    Made,
     Recorder,
     difference,
     final_gradients,
@@ -59,20 +59,20 @@ def whole(episodes: list[Episode]) -> list[list[list[Episode]]]:
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "prompt_mean"])
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
 def test_gradient_is_the_reference(
-    made: Made, model: Any, episodes: list[Episode], aggregation: str, advantage: str
+    build_learner: BuildLearner, model: Any, episodes: list[Episode], aggregation: str, advantage: str
 ) -> None:
-    learner = made(STEP, algorithm={"aggregation": aggregation, "advantage": advantage})
+    learner = build_learner(STEP, algorithm={"aggregation": aggregation, "advantage": advantage})
     wanted = reference.gradients(model, reference.batch_loss(model, episodes, STEP, learner.config))
-    found = final_gradients(learner, random_cut(episodes, 1, 3, seed=0))
-    assert difference(found, wanted) < TOLERANCE
+    gradients = final_gradients(learner, random_cut(episodes, 1, 3, seed=0))
+    assert difference(gradients, wanted) < TOLERANCE
 
 
 @pytest.mark.parametrize("packing", ["padded", "packed", "tree"])
-def test_a_shared_prompt_changes_no_gradient(made: Made, model: Any, packing: str) -> None:
+def test_a_shared_prompt_changes_no_gradient(build_learner: BuildLearner, model: Any, packing: str) -> None:
     """Micro-batches are cut again where they exceed the budget, groups too."""
     episodes = Recorder(model, seed=2, noise=0.8, temperature=0.9, prompt=20).groups(4, 4, VERSIONS)
     limits = {"max_tokens": 64, "max_new_tokens": 40}
-    learner = made(STEP, trainer={"packing": packing, "micro_batch_tokens": 70}, rollout=limits)
+    learner = build_learner(STEP, trainer={"packing": packing, "micro_batch_tokens": 70}, rollout=limits)
     wanted = reference.gradients(model, reference.batch_loss(model, episodes, STEP, learner.config))
     assert difference(final_gradients(learner, whole(episodes)), wanted) < TOLERANCE
     learner.step = STEP
@@ -82,25 +82,29 @@ def test_a_shared_prompt_changes_no_gradient(made: Made, model: Any, packing: st
     assert computed < (0.9 if packing == "tree" else 1.1) * rows
 
 
-def test_ratios_of_transcribed_episodes_are_kept(made: Made, model: Any, tmp_path: Path) -> None:
+def test_ratios_of_transcribed_episodes_are_kept(
+    build_learner: BuildLearner, model: Any, tmp_path: Path
+) -> None:
     """log pi - log mu of the policy before the step, over the same tokens as a plain forward has them."""
     episodes = Recorder(model, seed=1, noise=0.8, temperature=0.9).groups(4, 4, VERSIONS, name="")
-    learner = made(STEP)
+    learner = build_learner(STEP)
     learner.recipe = dataclasses.replace(learner.recipe, skips_inert=False)
     learner.ratio_recorder = RatioRecorder(tmp_path, rank=0, groups_per_batch=2)
     wanted = {row.uid: reference.token_log_probs(model, (row, turns)) for row, turns in episodes}
     run_batch(learner, whole(episodes))
     learner.ratio_recorder.save_step(learner.step)
-    found = {uid: read_ratios(tmp_path, STEP + 1, uid) for uid in wanted}
-    assert {uid[0] for uid, known in found.items() if known is not None} == {"0", "2"}
-    for uid, known in found.items():
+    ratios_by_uid = {uid: read_ratios(tmp_path, STEP + 1, uid) for uid in wanted}
+    assert {uid[0] for uid, known in ratios_by_uid.items() if known is not None} == {"0", "2"}
+    for uid, known in ratios_by_uid.items():
         if known is not None:
             assert known.log_ratio == pytest.approx([pi.item() - mu for pi, mu, _ in wanted[uid]], abs=1e-5)
-    assert any(known is not None and any(known.dropped) for known in found.values())
+    assert any(known is not None and any(known.dropped) for known in ratios_by_uid.values())
 
 
-def test_loss_and_counts_are_reported(made: Made, model: Any, episodes: list[Episode]) -> None:
-    learner = made(STEP)
+def test_loss_and_counts_are_reported(
+    build_learner: BuildLearner, model: Any, episodes: list[Episode]
+) -> None:
+    learner = build_learner(STEP)
     learner.recipe = dataclasses.replace(learner.recipe, skips_inert=False)  # all episodes are scored
     metrics = run_batch(learner, whole(episodes))
     tokens = [t for e in episodes for t in reference.token_log_probs(model, e)]
@@ -138,9 +142,9 @@ class DeviceReads(TorchDispatchMode):
 
 
 def test_nothing_waits_for_the_device_between_forward_and_backward(
-    made: Made, episodes: list[Episode], monkeypatch: pytest.MonkeyPatch
+    build_learner: BuildLearner, episodes: list[Episode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner = made(STEP, trainer={"micro_batch_tokens": 64})
+    learner = build_learner(STEP, trainer={"micro_batch_tokens": 64})
     events = list[str]()
 
     def noted(owner: Any, name: str, event: str) -> None:
@@ -166,7 +170,7 @@ def test_nothing_waits_for_the_device_between_forward_and_backward(
 
 
 def test_a_learner_that_masks_nothing_is_seen_in_the_lag(
-    made: Made, episodes: list[Episode], monkeypatch: pytest.MonkeyPatch
+    build_learner: BuildLearner, episodes: list[Episode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`staleness/lag/max` is measured on what entered the loss, not derived from the bound."""
 
@@ -175,13 +179,15 @@ def test_a_learner_that_masks_nothing_is_seen_in_the_lag(
         return dataclasses.replace(micro, within_staleness=torch.ones_like(micro.within_staleness))
 
     monkeypatch.setattr(learning, "collate", careless)
-    metrics = run_batch(made(STEP), whole(episodes))
+    metrics = run_batch(build_learner(STEP), whole(episodes))
     assert metrics["staleness/lag/max"] == 6 > 4
 
 
-def test_gradient_does_not_depend_on_the_cut(made: Made, world: World, episodes: list[Episode]) -> None:
+def test_gradient_does_not_depend_on_the_cut(
+    build_learner: BuildLearner, world: World, episodes: list[Episode]
+) -> None:
     """Nor on the probe, which is scored between two micro-batches."""
-    learner = made(STEP)
+    learner = build_learner(STEP)
     one = final_gradients(learner, whole(episodes))
     probed = list[tuple[float, ...]]()
     for parts in (1, 2, 3, 7):
@@ -191,8 +197,10 @@ def test_gradient_does_not_depend_on_the_cut(made: Made, world: World, episodes:
     assert len(probed) >= 3 and len(set(probed)) == 1
 
 
-def test_a_batch_without_a_kept_token_moves_nothing_but_the_step(made: Made, episodes: list[Episode]) -> None:
-    learner = made(STEP, trainer={"weight_decay": 0.1})
+def test_a_batch_without_a_kept_token_moves_nothing_but_the_step(
+    build_learner: BuildLearner, episodes: list[Episode]
+) -> None:
+    learner = build_learner(STEP, trainer={"weight_decay": 0.1})
     run_batch(learner, whole(episodes))  # so that Adam has momentum
     before = full_state(learner.policy)
     moments = copy.deepcopy(learner.optimizer.state_dict()["state"][0]["exp_avg"].full_tensor())
@@ -206,16 +214,18 @@ def test_a_batch_without_a_kept_token_moves_nothing_but_the_step(made: Made, epi
     assert torch.equal(moments, learner.optimizer.state_dict()["state"][0]["exp_avg"].full_tensor())
 
 
-def test_a_singleton_group_has_no_gradient(made: Made, model: Any) -> None:
+def test_a_singleton_group_has_no_gradient(build_learner: BuildLearner, model: Any) -> None:
     alone = Recorder(model, seed=3).groups(1, 1, [0])
-    found = final_gradients(made(), whole(alone))
-    assert all(not gradient.any() for gradient in found.values())
+    gradients = final_gradients(build_learner(), whole(alone))
+    assert all(not gradient.any() for gradient in gradients.values())
 
 
-def test_episodes_without_advantage_are_not_scored(made: Made, episodes: list[Episode]) -> None:
+def test_episodes_without_advantage_are_not_scored(
+    build_learner: BuildLearner, episodes: list[Episode]
+) -> None:
     """But the first of each group. Gradient and counts are those of a backward over all of them, and no count
     depends on the cut."""
-    learner, other = (made(STEP, algorithm={"correction": {"truncate": {}}}) for _ in range(2))
+    learner, other = (build_learner(STEP, algorithm={"correction": {"truncate": {}}}) for _ in range(2))
     other.recipe = dataclasses.replace(learner.recipe, skips_inert=False)
     equal = [(with_rewards(row, lambda reward: 0.5), turns) for row, turns in episodes[:8]]
     batch, again = (random_cut([*equal, *episodes[8:]], 1, 3, seed=seed) for seed in (0, 1))
@@ -236,12 +246,14 @@ def test_episodes_without_advantage_are_not_scored(made: Made, episodes: list[Ep
     assert "staleness/lag/mean" in lean and lean == pytest.approx(full, rel=1e-9, abs=1e-12)
 
 
-def test_a_batch_without_any_advantage_shows_its_log_prob_gap(made: Made, model: Any) -> None:
+def test_a_batch_without_any_advantage_shows_its_log_prob_gap(
+    build_learner: BuildLearner, model: Any
+) -> None:
     """One episode of each group is scored, and the step is taken, as with Adam's moments of before."""
     equal = [
         (with_rewards(row, lambda reward: 0.5), t) for row, t in Recorder(model, seed=6).groups(2, 4, [0])
     ]
-    metrics = run_batch(made(), random_cut(equal, 1, 2, seed=0))
+    metrics = run_batch(build_learner(), random_cut(equal, 1, 2, seed=0))
     assert metrics["rollout_corr/logprob_diff_tokens"] > 0 and metrics["actor/skipped_steps"] == 0
     assert metrics["actor/grad_norm"] == 0 and metrics["trainer/kept_tokens"] > 20
 
@@ -261,10 +273,10 @@ def test_all_episodes_are_scored_where_something_reads_them(sections: Any, model
     assert not compose(tiny_config(model_path, **sections)).skips_inert
 
 
-def test_extreme_log_probs_stay_finite(made: Made, model: Any) -> None:
+def test_extreme_log_probs_stay_finite(build_learner: BuildLearner, model: Any) -> None:
     row, turns = Recorder(model, seed=4).groups(1, 2, [0])[0]
     good = Recorder(model, seed=5).groups(2, 4, [0], name="h")
-    learner = made()
+    learner = build_learner()
     for bad in (-1e4, 1e4, math.nan, math.inf, -math.inf):
         spoiled = [with_generation(turn, logprobs=(bad,) * len(turn.generation.ids)) for turn in turns]
         learner.step = 0
@@ -274,9 +286,9 @@ def test_extreme_log_probs_stay_finite(made: Made, model: Any) -> None:
         assert (metrics["rollout_corr/nonfinite_tokens"] > 0) == (not math.isfinite(bad))
 
 
-def test_clipping_keeps_the_direction(made: Made, episodes: list[Episode]) -> None:
-    free = final_gradients(made(STEP), whole(episodes))
-    held = final_gradients(made(STEP, trainer={"grad_clip": 0.01}), whole(episodes))
+def test_clipping_keeps_the_direction(build_learner: BuildLearner, episodes: list[Episode]) -> None:
+    free = final_gradients(build_learner(STEP), whole(episodes))
+    held = final_gradients(build_learner(STEP, trainer={"grad_clip": 0.01}), whole(episodes))
     norm = torch.stack([gradient.norm() for gradient in free.values()]).norm()
     assert norm > 0.01
     assert (
@@ -298,10 +310,10 @@ def with_rewards(row: Any, change: Callable[[float], float]) -> Any:
 @pytest.mark.parametrize(("factor", "spikes"), [(9.0, False), (11.0, True), (math.nan, True)])
 @pytest.mark.parametrize("on_spike", ["skip", "rollback"])
 def test_a_spike_takes_no_step(
-    made: Made, episodes: list[Episode], factor: float, spikes: bool, on_spike: str
+    build_learner: BuildLearner, episodes: list[Episode], factor: float, spikes: bool, on_spike: str
 ) -> None:
     """A norm over ten times the median of eight batches; one that is not finite even without them."""
-    learner = made(STEP, trainer={"on_spike": on_spike, "spike_factor": 10.0, "lr": 1e-9})
+    learner = build_learner(STEP, trainer={"on_spike": on_spike, "spike_factor": 10.0, "lr": 1e-9})
     norm = run_batch(learner, whole(episodes))["actor/grad_norm"]
     assert norm in learner.state.values()
     for place in range(LEAST_NORMS if math.isfinite(factor) else 0):

@@ -127,22 +127,22 @@ def test_merging_by_hand(world: World, path: str) -> None:
 def test_a_version_is_copied_weight_by_weight(world: World, path: str) -> None:
     """All merged weights together would take as much memory as the model again."""
     policy = adapted(path, world, "float32")
-    made = list[weakref.ref[DTensor]]()
+    weak_tensors = list[weakref.ref[DTensor]]()
     most = 0
 
     def noted(adapters: Adapters, name: str, weight: DTensor) -> DTensor:
         nonlocal most
         found = merged(adapters, name, weight)
         if found is not weight:
-            made.append(weakref.ref(found))
-        most = max(most, sum(one() is not None for one in made))
+            weak_tensors.append(weakref.ref(found))
+        most = max(most, sum(one() is not None for one in weak_tensors))
         return found
 
     merged = Adapters.merged_weight
     with mock.patch.object(Adapters, "merged_weight", noted):
         host = HostShards(PublishedShards(policy), policy.published, torch.float32, 60.0)
         version = host.copy_version(PolicyVersion(0, 1), PublishedShards(policy), lambda busy: [busy])
-    assert len(made) > 8 and most <= 2
+    assert len(weak_tensors) > 8 and most <= 2
     found = {name: t for bucket in buckets(version, 1 << 20) for name, t in bucket.items()}
     assert all(torch.equal(found[name], weight) for name, weight in full_state(policy).items())
 

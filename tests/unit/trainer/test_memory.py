@@ -94,14 +94,14 @@ def test_too_little_memory_is_that_of_a_micro_batch(
     assert learner.micro_batch_size == (60, 3), "what TrainerRank.report tells, for the coordinator to halve"
 
 
-def make_holes(found: Path) -> None:
+def make_holes(model_directory: Path) -> None:
     """64 MB of blocks too small to be mapped one by one, with one block above them that stays."""
     blocks = [bytes([1]) * 100_000 for _ in range(640)]
     last = bytes([1]) * 100_000
     blocks.clear()
     held = psutil.Process().memory_info().rss
     memory.trim_heap()
-    found.write_text(str(held - psutil.Process().memory_info().rss))
+    model_directory.write_text(str(held - psutil.Process().memory_info().rss))
     del last
 
 

@@ -53,9 +53,9 @@ def test_gradients_are_those_of_the_plain_model(
     policy(t).logp.sum().backward()
     plain_table(plain, t).gather(1, t.labels[:, None]).sum().backward()
     wanted = {name: p.grad for name, p in plain.named_parameters()}
-    found = {name: p.grad for name, p in policy.lm.named_parameters()}
-    assert found.keys() == wanted.keys()
-    for name, gradient in found.items():
+    gradients = {name: p.grad for name, p in policy.lm.named_parameters()}
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in gradients.items():
         assert torch.allclose(gradient.full_tensor(), wanted[name], rtol=1e-5, atol=1e-6), name
 
 

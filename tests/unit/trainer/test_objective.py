@@ -43,16 +43,16 @@ def policy(lag: list[int], progress: float) -> Tensor:
 @pytest.mark.parametrize("progress", [0.0, 0.25, 0.75])
 def test_loglinear_is_exact_where_log_probs_move_evenly(lag: list[int], progress: float) -> None:
     """And with data of the current version whatever they do: prox is mu then."""
-    found = proximal_of(micro(lag), policy(lag, progress), recipe(prox="loglinear"), progress)
-    assert torch.allclose(found, policy(lag, 0.0), atol=1e-12)
+    proximal_logprobs = proximal_of(micro(lag), policy(lag, progress), recipe(prox="loglinear"), progress)
+    assert torch.allclose(proximal_logprobs, policy(lag, 0.0), atol=1e-12)
 
 
 def test_loglinear_is_off_where_they_do_not() -> None:
     lag = [1, 1, 1]
     progress = 0.5
     jumped = MU + DRIFT  # all of the way inside the batch, none before it
-    found = proximal_of(micro(lag), jumped, recipe(prox="loglinear"), progress)
-    assert torch.allclose(found - MU, torch.full_like(MU, DRIFT * 2 / 3))  # the true one is mu
+    proximal_logprobs = proximal_of(micro(lag), jumped, recipe(prox="loglinear"), progress)
+    assert torch.allclose(proximal_logprobs - MU, torch.full_like(MU, DRIFT * 2 / 3))  # the true one is mu
 
 
 def test_loglinear_with_current_data_is_mu() -> None:
@@ -106,8 +106,8 @@ def evaluated(
     )
     logp = (mu + torch.tensor(RATIO, dtype=torch.float64).log()).requires_grad_()
     scores = Scores(logp, torch.zeros_like(mu), divergence=divergence)
-    found = evaluate(micro, scores, None, config, compose(config), 1.0, progress)
-    return found, torch.autograd.grad(found.loss_sum, logp, retain_graph=True)[0].tolist()
+    loss = evaluate(micro, scores, None, config, compose(config), 1.0, progress)
+    return loss, torch.autograd.grad(loss.loss_sum, logp, retain_graph=True)[0].tolist()
 
 
 def test_a_loss_sees_which_turn_wrote_a_token_and_how_old_its_version_is() -> None:
@@ -138,9 +138,9 @@ def test_what_a_kl_in_the_loss_is_weighed_with(
 ) -> None:
     """In the value, and in the gradient beside that of the policy loss."""
     parts = {"algorithm": algorithm, "buffer": buffer}
-    found, gradient = evaluated(**parts, kl={"where": where})
+    losses, gradient = evaluated(**parts, kl={"where": where})
     plain = evaluated(**parts)[1]
-    total, _ = found.loss_terms["actor/kl_loss"]
+    total, _ = losses.loss_terms["actor/kl_loss"]
     assert total.item() == pytest.approx(sum(weights) / 2, rel=1e-12)
     assert [a - b for a, b in zip(gradient, plain, strict=True)] == pytest.approx(weights, rel=1e-9)
 
@@ -154,35 +154,35 @@ def test_a_divergence_needs_no_weight_of_the_sampled_token(where: str) -> None:
         ({"veto": {"least": 0.4}, "truncate": {}}, [1.0, 1, 0, 1]),
     ):
         divergence = torch.tensor([1.0, 2, 4, 8, math.nan], dtype=torch.float64, requires_grad=True)
-        found, _ = evaluated(kl=kl, algorithm={"correction": correction}, divergence=divergence)
-        total, _ = found.loss_terms["actor/kl_loss"]
+        losses, _ = evaluated(kl=kl, algorithm={"correction": correction}, divergence=divergence)
+        total, _ = losses.loss_terms["actor/kl_loss"]
         assert total.item() == sum(w * d for w, d in zip(weights, [1, 2, 4, 8], strict=True))
-        (slope,) = torch.autograd.grad(found.loss_sum, divergence)
+        (slope,) = torch.autograd.grad(losses.loss_sum, divergence)
         assert slope.tolist() == [*weights, 0.0]
 
 
 def test_wrong_answers_are_dropped_by_how_far_the_current_policy_left_them() -> None:
     """log mu − log pi is 1.2 for the third token, negative for the fourth; prox is the other way round."""
     algorithm = {**EPOCHS, "correction": {"negative": {"delta": 0.5}, "ratio": {}}}
-    found, _ = evaluated(prox=[1.0, 1.0, 1.0, 0.3, 1.0], algorithm=algorithm)
-    assert found.token_state.correction.masked.tolist() == [False, False, True, False, False]
+    losses, _ = evaluated(prox=[1.0, 1.0, 1.0, 0.3, 1.0], algorithm=algorithm)
+    assert losses.token_state.correction.masked.tolist() == [False, False, True, False, False]
 
 
 def test_a_clip_around_mu() -> None:
     """verl's bypass mode: max(−uA, −A·clip(u)) with u = pi/mu and no weight; one optimizer step will do. The
     gradient by log pi is −uA where it is not clipped."""
     algorithm = {"loss": {"ppo": {"clip_high": 0.28}}, "prox": "mu"}
-    found, gradient = evaluated(algorithm=algorithm)
-    assert found.loss_sum.item() == pytest.approx(-1.0 - 1.28 + 0.8 + 1.5 - 0.6, rel=1e-12)
+    losses, gradient = evaluated(algorithm=algorithm)
+    assert losses.loss_sum.item() == pytest.approx(-1.0 - 1.28 + 0.8 + 1.5 - 0.6, rel=1e-12)
     assert gradient == pytest.approx([-1.0, 0.0, 0.0, 1.5, -0.6], rel=1e-12)
     assert not compose(configured(algorithm=algorithm)).barrier
 
 
 def test_around_mu_masks_and_reports_are_of_the_current_policy() -> None:
     algorithm = {**EPOCHS, "prox": "mu", "correction": {"mask": {}}}
-    found, gradient = evaluated(algorithm=algorithm, progress=0.5)
+    losses, gradient = evaluated(algorithm=algorithm, progress=0.5)
     assert gradient == pytest.approx([-1.0, 0.0, 0.0, 1.5, -0.6], rel=1e-12)  # 0.3 would be clipped as well
-    metrics = metrics_of(report_tokens(found.token_state).sums)
+    metrics = metrics_of(report_tokens(losses.token_state).sums)
     drift = sum(map(math.log, RATIO)) / len(RATIO)
     assert metrics["rollout_corr/kl"] == metrics["actor/ppo_kl"] == pytest.approx(-drift, rel=1e-12)
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.2
@@ -200,7 +200,7 @@ def test_a_token_with_a_bad_number_takes_no_part(source: str, bad: float) -> Non
         prox[1] = math.exp(bad)
     else:
         reference[1] = bad
-    found, gradient = evaluated(prox=prox, reference=reference, algorithm=algorithm, kl={"where": "loss"})
+    losses, gradient = evaluated(prox=prox, reference=reference, algorithm=algorithm, kl={"where": "loss"})
     assert gradient[1] == 0 and all(map(math.isfinite, gradient)) and all(gradient[2:])
-    assert found.token_state.trainable.tolist() == [True, False, True, True, True]
-    assert all(map(math.isfinite, metrics_of(report_tokens(found.token_state).sums).values()))
+    assert losses.token_state.trainable.tolist() == [True, False, True, True, True]
+    assert all(map(math.isfinite, metrics_of(report_tokens(losses.token_state).sums).values()))

@@ -199,10 +199,11 @@ def test_attention_is_that_under_a_dense_mask(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "MAX_QUERIES", 7)
         scoring = Scoring(0.4, reach, softcap, sinks if has_sinks else None)
-        found = NodeKernel(forest).attend(query, key, value, scoring)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        attention_output = NodeKernel(forest).attend(query, key, value, scoring)
+    torch.testing.assert_close(attention_output, wanted, rtol=0, atol=1e-12)
     for found_gradient, gradient in zip(
-        *(torch.autograd.grad((output * weight).sum(), inputs) for output in (found, wanted)), strict=True
+        *(torch.autograd.grad((output * weight).sum(), inputs) for output in (attention_output, wanted)),
+        strict=True,
     ):
         torch.testing.assert_close(found_gradient, gradient, rtol=0, atol=1e-11)
 
@@ -223,11 +224,11 @@ def test_blocks_of_a_mask_are_those_that_some_query_sees(
         patch.setattr(attention, "BLOCK_TOKENS", 8)
         forest = plant_forest([np.array(row) for row in given], share_prefixes=True)
         kernel = FlexKernel(forest, torch.device("cpu"))
-        found = kernel.block_mask(reach)
+        block_mask = kernel.block_mask(reach)
         size = len(forest.ids)
         wanted = create_block_mask(kernel.visible(reach), None, None, size, size, "cpu", 8)
-    assert found.shape == wanted.shape
-    (some, whole), (all_some, all_whole) = (_blocks(found), _blocks(wanted))
+    assert block_mask.shape == wanted.shape
+    (some, whole), (all_some, all_whole) = (_blocks(block_mask), _blocks(wanted))
     assert not (all_some & ~some).any() and not (whole & ~all_whole).any()
     assert reach != Reach() or (torch.equal(some, all_some) and torch.equal(whole, all_whole))
 
@@ -345,14 +346,14 @@ def test_rows_one_by_one_are_the_nodes_with_their_gradients(shared: bool) -> Non
 
     def run(kernel: attention.AttentionKernel) -> list[torch.Tensor]:
         tensors = [tensor.bfloat16().requires_grad_() for tensor in given]
-        found = kernel.attend(*tensors, Scoring(0.4))
-        (found * weight).sum().backward()
-        return [found.detach(), *(tensor.grad for tensor in tensors if tensor.grad is not None)]
+        attention_output = kernel.attend(*tensors, Scoring(0.4))
+        (attention_output * weight).sum().backward()
+        return [attention_output.detach(), *(tensor.grad for tensor in tensors if tensor.grad is not None)]
 
     with Counted(len(forest.ids)) as counted:
-        found = run(kernel)
+        attention_output = run(kernel)
     assert not counted.slices
-    for a, b in zip(found, run(other), strict=True):
+    for a, b in zip(attention_output, run(other), strict=True):
         assert (a - b).norm() < 0.02 * b.norm()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(other, "attend", lambda *_: "the other's")
@@ -373,9 +374,9 @@ def test_of_a_long_row_no_scores_are_kept_and_few_are_held(
     kernel.attend(*(torch.randn(heads, size, 8) for heads in (4, 2, 2)), scoring)  # layers share the masks
     given = [torch.randn(heads, size, 8, requires_grad=True) for heads in (4, 2, 2)]
     with LiveBytes() as counted:
-        found = kernel.attend(*given, scoring)
+        attention_output = kernel.attend(*given, scoring)
         assert counted.now < 4 * 4 * size**2 / 4
-        found.sum().backward()
+        attention_output.sum().backward()
     assert counted.peak < 4 * 4 * size**2 / 4
 
 
@@ -436,16 +437,16 @@ def test_a_loaded_model_is_asked_once_on_a_machine(
     numbers, other layers or a compiled model do."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delattr(shrunk, "shrunken_model")
-    asked = mock.Mock(wraps=gradient_check.check_gradients)
-    monkeypatch.setattr(gradient_check, "check_gradients", asked)
+    gradient_checks = mock.Mock(wraps=gradient_check.check_gradients)
+    monkeypatch.setattr(gradient_check, "check_gradients", gradient_checks)
 
     def questions(dtype: str = "float32", compiled: bool = False, **sizes: Any) -> int:
         """Start a trainer, and return how often its model was asked."""
-        asked.reset_mock()
+        gradient_checks.reset_mock()
         make("Llama", **sizes).save_pretrained(tmp_path / "model")
         policy = load_policy(ModelConfig(path=str(tmp_path / "model"), dtype=dtype), world)
         assert packing_for([policy], "packed", dtype, world, compiled) == "packed"
-        return int(asked.call_count)
+        return int(gradient_checks.call_count)
 
     assert questions() == 2, "is it cut at its output layer, and may it be packed"
     assert questions() == 0

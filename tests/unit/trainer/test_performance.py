@@ -37,9 +37,9 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 def test_only_what_happened_since_the_last_commit_is_timed() -> None:
     phases = {"update_actor": 2.0, "ref": 1.0, "adv": 0.5, "wait_data": 1.5, "wait_commit": 0.5}
     metrics = {"perf/total_num_tokens": 1000.0, "perf/model_tflop": 0.3}
-    found = performance(4.0, phases, metrics, peak_rate=1e11, ranks=3)
-    assert found.pop("perf/cpu_memory_used_gb") > 0
-    assert found == {
+    performance_metrics = performance(4.0, phases, metrics, peak_rate=1e11, ranks=3)
+    assert performance_metrics.pop("perf/cpu_memory_used_gb") > 0
+    assert performance_metrics == {
         "timing_s/update_actor": 2.0,
         "timing_s/ref": 1.0,
         "timing_s/adv": 0.5,

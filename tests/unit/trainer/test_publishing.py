@@ -123,9 +123,9 @@ def server() -> Iterator[list[ServerRank]]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_versions_are_broadcast_and_announced(server: list[ServerRank], tmp_path: Path, ranks: int) -> None:
     """Those in files: test_version_conformance.py."""
-    found = run_ranks(ranks, partial(publish_three, server), tmp_path)
-    versions = [entries for _, entries in found]
-    assert versions == [state for state, _ in found]
+    rank_results = run_ranks(ranks, partial(publish_three, server), tmp_path)
+    versions = [entries for _, entries in rank_results]
+    assert versions == [state for state, _ in rank_results]
     assert all(versions.count(entries) == 1 for entries in versions)
 
 

@@ -153,13 +153,13 @@ def gradient_of(layer: Callable[..., Tensor]) -> tuple[Tensor, int]:
 def test_a_compiled_function_runs_once_and_its_inputs_are_not_kept() -> None:
     expected, _ = gradient_of(attend)
     CompiledAttention.runs = 0
-    found, kept = gradient_of(recomputed(attend))
-    assert CompiledAttention.runs == 2 and torch.equal(found, expected)
+    gradient, kept = gradient_of(recomputed(attend))
+    assert CompiledAttention.runs == 2 and torch.equal(gradient, expected)
 
     with mock.patch.object(recompute, "ATTENTION", frozenset()):
         CompiledAttention.runs = 0
-        found, without = gradient_of(recomputed(attend))
-    assert CompiledAttention.runs == 4 and torch.equal(found, expected)
+        gradient, without = gradient_of(recomputed(attend))
+    assert CompiledAttention.runs == 4 and torch.equal(gradient, expected)
     assert kept - without == 2 * 4 * (50 * 16 + 50 * 50), "output and weights of two layers, in float32"
 
 
@@ -199,10 +199,10 @@ def test_a_function_that_torch_compiles_runs_once() -> None:
         return hidden + compiled(query, key, value).sin()
 
     expected, _ = gradient_of(layer)
-    found, kept = gradient_of(recomputed(layer))
+    gradient, kept = gradient_of(recomputed(layer))
     with Executions() as executions:
         again, _ = gradient_of(recomputed(layer))
-    assert torch.equal(found, expected) and torch.equal(again, expected)
+    assert torch.equal(gradient, expected) and torch.equal(again, expected)
     assert executions.count == 4, "two layers, forward and backward"
     _, without = gradient_of(recomputed(lambda matrix, hidden: hidden + (hidden @ matrix)[:, :16].sin()))
     assert kept - without < 2.5 * 4 * (50 * 16 + 50 * 50)

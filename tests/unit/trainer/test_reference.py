@@ -62,9 +62,9 @@ def test_it_stays_the_initial_policy(world: World, path: str, rank: int, kl: dic
     policy = load_policy(config.model, world)
     reference = load_reference(config, world, policy)
     change(policy)
-    found = reference.logp(t)
+    reference_logprobs = reference.logp(t)
     wanted = plain_logp(plain_model(path), t)
-    assert torch.allclose(found, wanted) and not found.requires_grad
+    assert torch.allclose(reference_logprobs, wanted) and not reference_logprobs.requires_grad
     assert not torch.allclose(policy(t).logp, wanted, atol=1e-3)
 
 
@@ -161,12 +161,14 @@ def test_gradients_of_a_divergence_are_those_of_two_plain_models(
             student.get_parameter(name).copy_(weight)
     wanted = textbook(student, table, t)
     for _ in range(2):
-        found = policy(t, teacher=reference.teacher(t, "forward", 0))
-        found.divergence.sum().backward()
+        policy_output = policy(t, teacher=reference.teacher(t, "forward", 0))
+        policy_output.divergence.sum().backward()
         reference.release()
-    assert found.divergence is not None and torch.allclose(found.divergence, wanted, atol=1e-12)
-    assert torch.allclose(found.reference, plain_logp(plain_model(teacher), t), atol=1e-12)
-    assert wanted.max() > 1e-3 and torch.allclose(found.logp, plain_logp(student, t), atol=1e-12)
+    assert policy_output.divergence is not None and torch.allclose(
+        policy_output.divergence, wanted, atol=1e-12
+    )
+    assert torch.allclose(policy_output.reference, plain_logp(plain_model(teacher), t), atol=1e-12)
+    assert wanted.max() > 1e-3 and torch.allclose(policy_output.logp, plain_logp(student, t), atol=1e-12)
     if not rank:
         assert all(isinstance(p, DTensor) for p in reference.policy.parameters())
         (2 * wanted.sum()).backward()
@@ -188,8 +190,8 @@ def test_two_vocabularies_are_compared_by_classes_only(world: World, path: str, 
                 load_reference(config, world, policy)
             continue
         reference = load_reference(config, world, policy)
-        found = policy(few_tokens(), teacher=reference.teacher(few_tokens(), "js", top_k)).divergence
-        assert found is not None and (found > 0).all() and found.isfinite().all()
+        divergences = policy(few_tokens(), teacher=reference.teacher(few_tokens(), "js", top_k)).divergence
+        assert divergences is not None and (divergences > 0).all() and divergences.isfinite().all()
     config = exact(str(other), reference=path, where="loss", estimator="js", top_k=4)
     with pytest.raises(
         ConfigError, match=rf"kl\.reference: .*{VOCABULARY} onward .*embeddings.{VOCABULARY + 8}"
@@ -224,8 +226,8 @@ def test_from_a_scorer_it_makes_the_same_gradients(
     learner = make_learner(tiny_config(path, **keys, scorers={"reference": {"path": other}}), world)
     assert learner.reference is None
     scored = [(row, read(turns)) for row, turns in episodes]
-    found, metrics = gradients_and_metrics(learner, [[scored]])
-    assert difference(found, wanted) < 1e-6 and "timing_s/ref" not in metrics
+    gradients, metrics = gradients_and_metrics(learner, [[scored]])
+    assert difference(gradients, wanted) < 1e-6 and "timing_s/ref" not in metrics
     assert metrics["actor/ref_kl"] > 0.01
     silent = [(row, [with_generation(turn, scores=None) for turn in turns]) for row, turns in scored[:1]]
     partly, metrics = gradients_and_metrics(learner, [[[*silent, *scored[1:]]]])

@@ -62,8 +62,12 @@ def test_a_lost_episode_keeps_its_place_when_a_plan_is_partitioned_again(
             return [[[*planned]]]
 
         monkeypatch.setattr("asyncrl.trainer.retrain.with_turns", lambda planned, frames: planned)
-        found = [p.uid for part in recorded_work(config, reader, plan, deal) for p in part]  # type: ignore[attr-defined]
-    assert partitioned == plan.planned and lost not in found and sorted(found) == sorted(plan.uids)
+        recorded_uids = [p.uid for part in recorded_work(config, reader, plan, deal) for p in part]  # type: ignore[attr-defined]
+    assert (
+        partitioned == plan.planned
+        and lost not in recorded_uids
+        and sorted(recorded_uids) == sorted(plan.uids)
+    )
     run.store.close()
 
 

@@ -45,7 +45,7 @@ def selected(labels: list[int], temperature: list[float]) -> Selected:
 )
 def test_by_hand(logits: list[float], temperature: float, p: float, entropy: float, collision: float) -> None:
     features = torch.tensor([logits], dtype=torch.float64, requires_grad=True)
-    found = score_chunks(
+    chunked_scores = score_chunks(
         lambda part: part,
         features,
         selected([0], [temperature]),
@@ -53,14 +53,18 @@ def test_by_hand(logits: list[float], temperature: float, p: float, entropy: flo
         with_collision=True,
         with_variance=True,
     )
-    assert found.logp.item() == pytest.approx(log(p), abs=1e-7)
-    assert found.entropy.item() == pytest.approx(entropy, abs=1e-7)
-    assert found.collision is not None and found.collision.item() == pytest.approx(collision)
+    assert chunked_scores.logp.item() == pytest.approx(log(p), abs=1e-7)
+    assert chunked_scores.entropy.item() == pytest.approx(entropy, abs=1e-7)
+    assert chunked_scores.collision is not None and chunked_scores.collision.item() == pytest.approx(
+        collision
+    )
     probabilities = (features.detach()[0] / temperature).softmax(0)
     surprisals = -probabilities.clamp(min=1e-300).log()
     variance = float((probabilities * (surprisals - entropy) ** 2).sum())
-    assert found.variance is not None and found.variance.item() == pytest.approx(variance, abs=1e-12)
-    (found.logp + found.entropy).sum().backward()
+    assert chunked_scores.variance is not None and chunked_scores.variance.item() == pytest.approx(
+        variance, abs=1e-12
+    )
+    (chunked_scores.logp + chunked_scores.entropy).sum().backward()
     assert features.grad is not None and features.grad.isfinite().all()
 
 
@@ -85,13 +89,17 @@ def reference(features: Tensor, head: Tensor, tokens: Selected) -> tuple[Tensor,
 def test_chunks_give_the_numbers_and_gradients_of_the_whole(monkeypatch: Any, size: int) -> None:
     monkeypatch.setattr(scores, "CHUNK_TOKENS", size)
     features, head, tokens = random_case()
-    found = score_chunks(lambda part: part @ head.T, features, tokens, entropy_grad=True, with_collision=True)
+    chunked_scores = score_chunks(
+        lambda part: part @ head.T, features, tokens, entropy_grad=True, with_collision=True
+    )
     wanted = reference(features, head, tokens)
-    for value, exact in zip(found[:3], wanted, strict=True):
+    for value, exact in zip(chunked_scores[:3], wanted, strict=True):
         assert value is not None and torch.allclose(value, exact, rtol=1e-12)
     weights = torch.arange(1.0, TOKENS + 1, dtype=torch.float64)
     inputs = (features, head)
-    gradients = torch.autograd.grad(weights @ found.logp - weights.flip(0) @ found.entropy, inputs)
+    gradients = torch.autograd.grad(
+        weights @ chunked_scores.logp - weights.flip(0) @ chunked_scores.entropy, inputs
+    )
     exact_ones = torch.autograd.grad(weights @ wanted[0] - weights.flip(0) @ wanted[1], inputs)
     for value, exact in zip(gradients, exact_ones, strict=True):
         assert float((value - exact).norm() / exact.norm()) < 1e-12
@@ -99,16 +107,16 @@ def test_chunks_give_the_numbers_and_gradients_of_the_whole(monkeypatch: Any, si
 
 def test_only_what_is_asked_for() -> None:
     features, head, tokens = random_case()
-    found = score_chunks(
+    chunked_scores = score_chunks(
         lambda part: part @ head.T, features, tokens, entropy_grad=False, with_collision=False
     )
-    assert found.logp.requires_grad and not found.entropy.requires_grad
-    assert found.collision is None and found.variance is None
+    assert chunked_scores.logp.requires_grad and not chunked_scores.entropy.requires_grad
+    assert chunked_scores.collision is None and chunked_scores.variance is None
     with torch.no_grad():
-        found = score_chunks(
+        chunked_scores = score_chunks(
             lambda part: part @ head.T, features, tokens, entropy_grad=True, with_collision=True
         )
-    assert not any(part.requires_grad for part in found if part is not None)
+    assert not any(part.requires_grad for part in chunked_scores if part is not None)
 
 
 def test_no_logits_are_kept_for_the_backward(monkeypatch: Any) -> None:
@@ -126,20 +134,20 @@ def test_no_logits_are_kept_for_the_backward(monkeypatch: Any) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        found = score_chunks(logits_of, features, tokens, entropy_grad=True, with_collision=True)
+        chunked_scores = score_chunks(logits_of, features, tokens, entropy_grad=True, with_collision=True)
     assert asked == [2, 2, 2, 1]
     assert max(kept, default=0) < WORDS
-    found.logp.sum().backward()
+    chunked_scores.logp.sum().backward()
     assert sorted(asked) == [1, 1, 2, 2, 2, 2, 2, 2]  # each once more, in the backward
 
 
 def test_half_precision_is_widened_before_the_softmax() -> None:
     features, head, tokens = random_case()
     half = features.detach().bfloat16()
-    found = score_chunks(
+    chunked_scores = score_chunks(
         lambda part: part @ head.T.bfloat16(), half, tokens, entropy_grad=False, with_collision=True
     )
-    assert {part.dtype for part in found if part is not None} == {torch.float32}
+    assert {part.dtype for part in chunked_scores if part is not None} == {torch.float32}
 
 
 class OnGpu(Tensor):
@@ -208,14 +216,14 @@ def long_row() -> Selected:
 
 def head_gradient(logits_of: Any, features: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Of Σ a·log p in the head, float64, with a normal; and in the features."""
-    found = score_chunks(logits_of, features, long_row(), entropy_grad=False, with_collision=False)
+    chunked_scores = score_chunks(logits_of, features, long_row(), entropy_grad=False, with_collision=False)
     a = torch.randn(LONG, generator=torch.Generator().manual_seed(1))
-    dw, dx = torch.autograd.grad((found.logp * a).sum(), (weight, features))
+    dw, dx = torch.autograd.grad((chunked_scores.logp * a).sum(), (weight, features))
     return dw.double(), dx.double()
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def relative(computed: Tensor, wanted: Tensor) -> float:
+    return float((computed - wanted).norm() / wanted.norm())
 
 
 def test_the_heads_gradient_is_summed_in_float32(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,8 +246,10 @@ def test_a_head_that_does_not_train_gets_no_gradient(lm: Any) -> None:
     head.requires_grad_(False)
     try:
         features, logits_of = SplitModel(lm, fp32_head=False).split(long_row())
-        found = score_chunks(logits_of, features, long_row(), entropy_grad=False, with_collision=False)
-        found.logp.sum().backward()
+        chunked_scores = score_chunks(
+            logits_of, features, long_row(), entropy_grad=False, with_collision=False
+        )
+        chunked_scores.logp.sum().backward()
         assert head.grad is None
     finally:
         head.requires_grad_(True)
@@ -269,8 +279,12 @@ def test_parts_hold_what_they_predict_and_all_are_given_all(count: int) -> None:
 
     with mock.patch.object(SequenceRanks, "gather", exchange):
         for index in range(count):
-            found = in_parts(run, tokens, SequenceRanks(mock.Mock(), index, count))
-    assert found[1] is None and found[0] is not None and torch.equal(found[0], tokens.labels)
+            chunked_scores = in_parts(run, tokens, SequenceRanks(mock.Mock(), index, count))
+    assert (
+        chunked_scores[1] is None
+        and chunked_scores[0] is not None
+        and torch.equal(chunked_scores[0], tokens.labels)
+    )
     for name in ("ids", "positions"):
         together = torch.cat([getattr(part, name) for part in parts], dim=1)
         assert torch.equal(together[:, :13], getattr(tokens, name)) and not together[:, 13:].any()

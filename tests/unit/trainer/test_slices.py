@@ -46,16 +46,16 @@ def read_on_ranks(world: World, folder: Path) -> Any:
 
 def test_no_rank_holds_more_than_its_shard_and_a_layer(tmp_path: Path) -> None:
     path = save_llama(tmp_path / "model")
-    found = run_ranks(2, read_on_ranks, tmp_path / "two")
+    rank_results = run_ranks(2, read_on_ranks, tmp_path / "two")
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     layer = sum(p.nbytes for p in plain.model.layers[0].parameters())
     whole = sum(p.nbytes for p in plain.parameters())
-    assert len(found["peaks"]) == 6
-    for index, (peak, shard) in enumerate(found["peaks"]):
+    assert len(rank_results["peaks"]) == 6
+    for index, (peak, shard) in enumerate(rank_results["peaks"]):
         own = 3 * shard if index in (2, 3) else 0  # a critic's optimizer: moments, and gradients of zero
         assert 0.25 * whole < shard < 0.55 * whole
         assert shard <= peak <= shard + own + layer, f"{peak - shard} beyond the shard, a layer: {layer}"
-    assert all(torch.equal(found["state"][name], p) for name, p in plain.named_parameters())
+    assert all(torch.equal(rank_results["state"][name], p) for name, p in plain.named_parameters())
 
 
 def other_layouts(path: Path) -> list[str]:
@@ -119,8 +119,8 @@ def test_what_cannot_be_sliced_is_read_by_rank_0(
         policy = load_policy(ModelConfig(path=path, dtype="float32"), world)
     assert "rank 0 reads all" in caplog.text
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    found = full_state(policy)
-    assert all(torch.equal(found[name], p) for name, p in plain.named_parameters())
+    weights = full_state(policy)
+    assert all(torch.equal(weights[name], p) for name, p in plain.named_parameters())
 
 
 def with_adapters(world: World, folder: Path) -> Any:
@@ -148,6 +148,6 @@ def test_buffers_that_no_file_holds_are_right(world: World, tmp_path: Path) -> N
     path = save_tiny_qwen(tmp_path / "model")
     policy = load_policy(ModelConfig(path=path, dtype="float32"), world)
     plain = dict(AutoModelForCausalLM.from_pretrained(path).named_buffers())
-    found = dict(policy.lm.named_buffers())
-    assert found.keys() == plain.keys() and any("inv_freq" in name for name in found)
-    assert all(torch.equal(buffer, plain[name]) for name, buffer in found.items())
+    model_buffers = dict(policy.lm.named_buffers())
+    assert model_buffers.keys() == plain.keys() and any("inv_freq" in name for name in model_buffers)
+    assert all(torch.equal(buffer, plain[name]) for name, buffer in model_buffers.items())

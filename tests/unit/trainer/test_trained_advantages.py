@@ -37,8 +37,8 @@ def one(number: int) -> TrainingSample:
     own = EpisodeResult(THIRD, n)
     row = PlannedTrajectory(f"u{number}", f"g{number // 2}", 1, own, (own,), number, 1, 1.0)
     turn = Turn(0, (1,), Generation((2,) * n, (-THIRD,) * n, (VersionSpan(0, n, 0, 0),), StopReason.STOP))
-    made = training_sample(row, [turn], 0, 4, aggregations.get("token_mean"))
-    return replace(made, proximal_logprobs=-np.arange(n) / 3, collision=np.full(n, THIRD))
+    trained_sample = training_sample(row, [turn], 0, 4, aggregations.get("token_mean"))
+    return replace(trained_sample, proximal_logprobs=-np.arange(n) / 3, collision=np.full(n, THIRD))
 
 
 def exchanged_arrays(e: TrainingSample) -> dict[str, np.ndarray]:
@@ -83,9 +83,9 @@ def test_a_token_that_the_reference_cannot_score_changes_nothing_else() -> None:
     """No penalty for it, and it is not fresh for a loss that looks at the whole batch."""
     plain = replace(one(2), advantage=np.ones(4), reference=np.full(4, -1.0))
     broken = replace(plain, reference=np.array([-1.0, -np.inf, -1.0, np.nan]))
-    found, by_turn = with_kl_penalty(broken, 0.5, "k1")
+    advantages, by_turn = with_kl_penalty(broken, 0.5, "k1")
     assert by_turn == [-0.5 * 2 * (1 - THIRD)]
-    assert found.planned.own.reward == THIRD + by_turn[0] and found.rewards[1] == 0
+    assert advantages.planned.own.reward == THIRD + by_turn[0] and advantages.rewards[1] == 0
     view = _loss_arrays(broken)
     assert view["trainable"].tolist() == [True, False, True, False]
     assert view["reference"].tolist() == [-1, 0, -1, 0] and view["prox"][1] == 0
@@ -135,9 +135,11 @@ def recipe_of(advantage: Any, normalise: str = "none") -> Recipe:
 def advantages_of(name: str, **options: Any) -> list[list[float]]:
     """By game and turn."""
     recipe = recipe_of({name: options})
-    found = [with_advantages(game(place, *one, SIBLINGS), recipe) for place, one in enumerate(GAMES)]
-    assert all(e.advantage is not None for e in found)
-    return [e.advantage.reshape(-1, 2)[:, 0].round(12).tolist() for e in found if e.advantage is not None]
+    advantages = [with_advantages(game(place, *one, SIBLINGS), recipe) for place, one in enumerate(GAMES)]
+    assert all(e.advantage is not None for e in advantages)
+    return [
+        e.advantage.reshape(-1, 2)[:, 0].round(12).tolist() for e in advantages if e.advantage is not None
+    ]
 
 
 def test_an_agents_baseline_is_over_the_same_agents_rewards() -> None:
@@ -158,10 +160,10 @@ def test_every_kind_of_advantage_sees_an_agents_turns_as_an_episode() -> None:
 
 
 def test_without_other_games_of_an_agent_nothing_is_learned_of_it() -> None:
-    found = with_advantages(
+    advantages = with_advantages(
         game(0, "wb", [1.0, -1.0], (result_of("wb", [1.0, -1.0]), SIBLINGS[2])), recipe_of("dr_grpo")
     )
-    assert found.advantage is not None and found.advantage.tolist() == [0.0] * 4
+    assert advantages.advantage is not None and advantages.advantage.tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("name", ["remax", "optimal_token_baseline", "gdpo"])
@@ -173,10 +175,10 @@ def test_what_compares_whole_episodes_is_refused(name: str) -> None:
 def test_returns_and_penalties_of_an_agent_pass_over_the_other() -> None:
     """With V = 0.5 and λ = 1: white 1 − 0.5, black −1 − 0.5. β·KL of 0.25 a token counts for who wrote it."""
     episode = replace(game(0, *GAMES[0]), value=np.full(6, 0.5))
-    found = with_advantages(episode, recipe_of("gae"))
-    assert found.advantage is not None and found.returns is not None
-    assert found.advantage.tolist() == [0.5, 0.5, -1.5, -1.5, 0.5, 0.5]
-    assert found.returns.tolist() == [1.0, 1.0, -1.0, -1.0, 1.0, 1.0]
+    advantages = with_advantages(episode, recipe_of("gae"))
+    assert advantages.advantage is not None and advantages.returns is not None
+    assert advantages.advantage.tolist() == [0.5, 0.5, -1.5, -1.5, 0.5, 0.5]
+    assert advantages.returns.tolist() == [1.0, 1.0, -1.0, -1.0, 1.0, 1.0]
     paid, _ = with_kl_penalty(replace(episode, reference=episode.rollout_logprobs - 0.5), 0.5, "k1")
     parts = paid.planned.own.agent_results
     assert [parts["w"].reward, parts["b"].reward] == pytest.approx([1.0 - 4 * 0.25, -1.0 - 2 * 0.25])
@@ -200,10 +202,10 @@ def test_the_returns_of_the_critic_are_those_before_whitening(world: World) -> N
 
 def test_the_rewards_of_a_sibling_whose_payload_was_lost_stay() -> None:
     """Nobody can tell its KL; what its agents earned is known."""
-    found = with_penalised_siblings(game(0, *GAMES[0], SIBLINGS), {("g", 1): [-0.5, 0.0, 0.0, 0.0]})
-    assert [member.turn_rewards for member in found.planned.siblings] == [
+    advantages = with_penalised_siblings(game(0, *GAMES[0], SIBLINGS), {("g", 1): [-0.5, 0.0, 0.0, 0.0]})
+    assert [member.turn_rewards for member in advantages.planned.siblings] == [
         (0.0, -1.0, 1.0),
         (-0.5, 0.0, -1.0, 1.0),
         (1.0,),
     ]
-    assert with_advantages(found, recipe_of("dr_grpo")).advantage is not None
+    assert with_advantages(advantages, recipe_of("dr_grpo")).advantage is not None

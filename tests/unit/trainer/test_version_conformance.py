@@ -37,10 +37,10 @@ def in_replicas(replicas: int, world: World, folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What one rank publishes."""
-    found = run_ranks(1, partial(in_replicas, 1), tmp_path_factory.mktemp("one"))
-    assert [is_delta for is_delta, *_ in found] == [False, True, True, False]
-    assert len({checksum for _, checksum, _ in found}) == 4
-    return found
+    rank_results = run_ranks(1, partial(in_replicas, 1), tmp_path_factory.mktemp("one"))
+    assert [is_delta for is_delta, *_ in rank_results] == [False, True, True, False]
+    assert len({checksum for _, checksum, _ in rank_results}) == 4
+    return rank_results
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 1), (4, 2)])
@@ -121,6 +121,6 @@ def test_a_version_that_lacks_a_part_never_appears(tmp_path: Path, how: str) -> 
     assert first in left and last not in left
     (tmp_path / "rendezvous").unlink()
     (tmp_path / "run/weights/.writing-by-a-killed-rank").mkdir()
-    found = run_ranks(1, partial(in_replicas, 1), tmp_path)
-    assert [is_delta for is_delta, *_ in found] == [False, True, True, False]
+    rank_results = run_ranks(1, partial(in_replicas, 1), tmp_path)
+    assert [is_delta for is_delta, *_ in rank_results] == [False, True, True, False]
     assert not [name for name in left_in(tmp_path) if name.startswith(".writing-")]

@@ -210,10 +210,10 @@ def shared(world: World) -> dict[str, Any]:
     inputs = [x.clone().requires_grad_() for x in (*whole, *parts)]
     attend = partial(forest.kernel.attend, scoring=Scoring(0.4))
     expected = attend(*inputs[:3])
-    found = laid.sequence.attend(*inputs[3:], size, attend)  # type: ignore[call-arg]
+    attention_output = laid.sequence.attend(*inputs[3:], size, attend)  # type: ignore[call-arg]
     (expected * weight).sum().backward()
-    (found * pad(weight, (0, 0, 0, 0, 0, 15 - size))[mine]).sum().backward()
-    gaps = [(found[: size - mine.start] - expected[mine]).abs().max()]
+    (attention_output * pad(weight, (0, 0, 0, 0, 0, 15 - size))[mine]).sum().backward()
+    gaps = [(attention_output[: size - mine.start] - expected[mine]).abs().max()]
     for part, all_of_it in zip(inputs[3:], inputs[:3], strict=True):
         assert part.grad is not None and all_of_it.grad is not None
         gaps.append((part.grad - pad(all_of_it.grad, (0, 0, 0, 15 - size))[:, mine]).abs().max())
@@ -243,13 +243,13 @@ def exchange(world: World, folder: Path) -> dict[str, Any]:
 
 
 def test_values_of_all_ranks_come_in_rank_order_in_parts(tmp_path: Path) -> None:
-    found = run_ranks(3, exchange, tmp_path)
-    assert found["lists"] == [[], ["1"], ["2", "2"]]
-    assert found["lengths"] == ["", "abcdefghi", "abcdefghiabcdefghi"]
-    assert found["bytes"] == [bytes(range(100 * rank)) for rank in range(3)]
-    assert found["tallies"] == [tally(rank) for rank in range(3)]
-    assert "a trainer rank sent something other than <class 'int'>" in found["kind"]
-    assert "[1, 5, 9] bytes, but the limit is 8" in found["bound"]
-    assert found["after"] == [0, 1, 2]
-    assert found["tokens"] == 13 and found["gap"] < 1e-14
-    assert found["one of three"] == [0]
+    rank_results = run_ranks(3, exchange, tmp_path)
+    assert rank_results["lists"] == [[], ["1"], ["2", "2"]]
+    assert rank_results["lengths"] == ["", "abcdefghi", "abcdefghiabcdefghi"]
+    assert rank_results["bytes"] == [bytes(range(100 * rank)) for rank in range(3)]
+    assert rank_results["tallies"] == [tally(rank) for rank in range(3)]
+    assert "a trainer rank sent something other than <class 'int'>" in rank_results["kind"]
+    assert "[1, 5, 9] bytes, but the limit is 8" in rank_results["bound"]
+    assert rank_results["after"] == [0, 1, 2]
+    assert rank_results["tokens"] == 13 and rank_results["gap"] < 1e-14
+    assert rank_results["one of three"] == [0]

@@ -37,8 +37,10 @@ def test_the_page_and_its_answers(run_dir: Path) -> None:
         assert page.status == 200 and "view/main.js" in await page.text()
         assert "default-src 'none'" in page.headers["Content-Security-Policy"]
         assert page.headers["Referrer-Policy"] == "no-referrer"  # the address has the token
-        found = await (await client.get(f'{url}api/episodes?where=[["state","=","trained"]]')).json()
-        assert found["total"] == 4
+        trained_episodes = await (
+            await client.get(f'{url}api/episodes?where=[["state","=","trained"]]')
+        ).json()
+        assert trained_episodes["total"] == 4
         assert (await (await client.get(f"{url}api/rows")).json())["step"][-1] == 12
 
         for address, status, why in (

@@ -245,14 +245,14 @@ async def test_only_the_newest_version_is_to_be_had(spawn, sender, monkeypatch):
 async def test_a_version_that_was_announced_elsewhere_is_waited_for(spawn, sender, monkeypatch):
     """Another rank has announced it; here it is offered a little later."""
     server = spawn()
-    asked = threading.Event()
+    was_requested = threading.Event()
     first = offer(sender)
     latest = sender.latest_snapshot
-    monkeypatch.setattr(sender, "latest_snapshot", lambda *given: asked.set() or latest(*given))
+    monkeypatch.setattr(sender, "latest_snapshot", lambda *given: was_requested.set() or latest(*given))
     receiver = Receiver(server, 3, 1)
     wanted = WeightsRef(PolicyVersion(0, 2), f"tcp://127.0.0.1:9,{first.path}")
     task = asyncio.create_task(push(receiver, wanted))
-    await asyncio.to_thread(asked.wait, LONG)
+    await asyncio.to_thread(was_requested.wait, LONG)
     offer(sender, 2)
     await task
     check(server, 2)

@@ -64,9 +64,9 @@ class Training:
         assert disk.verify_version(ref) == manifest
 
 
-def same(found: Tensors, wanted: Tensors) -> None:
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+def same(received: Tensors, wanted: Tensors) -> None:
+    assert received.keys() == wanted.keys()
+    assert all(torch.equal(received[name], tensor) for name, tensor in wanted.items())
 
 
 @pytest.fixture

@@ -200,14 +200,14 @@ def collect_from_a_late_rank(world: World, folder: Path) -> Any:
     policy = policy_of(world, folder)
     wanted = full_state(policy)
     host = HostShards(PublishedShards(policy), policy.published, torch.bfloat16, DEADLINE)
-    asked = threading.Event()
+    was_requested = threading.Event()
     waiting = host._buffers._changed
     wait_for = waiting.wait_for
 
     def late(there: Callable[[], bool], seconds: float | None) -> bool:
         def look() -> bool:
             found = there()
-            asked.set()
+            was_requested.set()
             return found
 
         return wait_for(look, seconds)
@@ -221,7 +221,7 @@ def collect_from_a_late_rank(world: World, folder: Path) -> Any:
         reader.start()
         reader.join(DEADLINE)
     else:
-        assert asked.wait(DEADLINE) and host._buffers.copy_count == 0
+        assert was_requested.wait(DEADLINE) and host._buffers.copy_count == 0
         host.copy_version(PolicyVersion(0, 1), PublishedShards(policy), lambda busy: [busy])
     host.close(DEADLINE)
     return {"same": all(torch.equal(found[name], tensor) for name, tensor in wanted.items())} if found else {}

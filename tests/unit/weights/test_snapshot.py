@@ -23,8 +23,8 @@ def copy(buffers: Buffers, value: float) -> int:
 
 
 def value(memory: Tensor) -> float:
-    (found,) = memory.view(torch.bfloat16).unique().tolist()
-    return float(found)
+    (stored_value,) = memory.view(torch.bfloat16).unique().tolist()
+    return float(stored_value)
 
 
 @pytest.fixture

@@ -127,8 +127,8 @@ class Timing(NamedTuple):
     repeats: int
 
     def __str__(self) -> str:
-        unit, factor = ("s", 1) if self.seconds >= 1 else ("ms", 1000)
-        return f"{self.seconds * factor:.3g} {unit} (median of {self.repeats})"
+        duration = f"{self.seconds:.3g} s" if self.seconds >= 1 else f"{self.seconds * 1000:.3g} ms"
+        return f"{duration} (median of {self.repeats})"
 
 
 def timed(work: Callable[[], object], context: Context, *, repeats: int = 3, warm_up: int = 1) -> Timing:

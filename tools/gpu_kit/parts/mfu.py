@@ -349,14 +349,14 @@ def head_alone(case: Case, learner: Learner, context: Context) -> Finding:
 
     def work() -> None:
         total = scores._WideGradient.apply(table)
-        found = score_chunks(
+        chunked_scores = score_chunks(
             lambda part: scores._Linear.apply(part, table, total),
             hidden,
             token_labels,
             entropy_grad=False,
             with_collision=False,
         )
-        found.logp.sum().backward()
+        chunked_scores.logp.sum().backward()
 
     spent = timed(work, context, repeats=2)
     rate = 8.0 * count * table.numel() / spent.seconds / 1e12  # one of the products is recomputed

@@ -109,8 +109,10 @@ def saved(context: Context, family: str) -> Path:
 
 
 def few_rows(context: Context) -> Rows:
-    prompt, response, vocabulary = (40, 24, 512) if context.small else (200, 160, 4096)
-    return grouped(np.random.default_rng(0), vocabulary, 2, prompt, response)
+    rng = np.random.default_rng(0)
+    if context.small:
+        return grouped(rng, vocabulary=512, groups=2, prompt=40, response=24)
+    return grouped(rng, vocabulary=4096, groups=2, prompt=200, response=160)
 
 
 def plain(path: Path, dtype: str, context: Context) -> Any:

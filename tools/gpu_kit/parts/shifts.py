@@ -55,7 +55,8 @@ def sides_alone(context: Context) -> Iterator[Finding]:
 
 
 async def _take_turns(context: Context, learner: Learner) -> list[Finding]:
-    sessions, tokens = (4, 32) if context.small else (16, 512)
+    sessions = 4 if context.small else 16
+    tokens = 32 if context.small else 512
     took = list[str]()
 
     @contextmanager
@@ -164,7 +165,8 @@ def demo(context: Context) -> Iterator[Finding]:
 
 def _command(context: Context) -> list[str]:
     data = context.kit / "examples/multiturn/calculator/data"
-    steps, samples = (40, 64) if context.small else (60, 128)
+    steps = 40 if context.small else 60
+    samples = 64 if context.small else 128
     return [
         *(sys.executable, "-m", "asyncrl.cli", "train", "experiment=calculator", "name=demo"),
         *(f"data.train={data / 'train.jsonl'}", f"data.test={data / 'test.jsonl'}", "engine.colocated=1"),
