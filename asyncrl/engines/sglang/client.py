@@ -26,6 +26,7 @@ from asyncrl.engines.sglang.http import ServerApi, ServerGone
 from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, decode_event
 from asyncrl.errors import EngineError
 from asyncrl.types import NO_VERSION, Generation, PolicyVersion, StopReason, TokenScores
+from asyncrl.vision.image_ids import has_images
 from asyncrl.wire.messages.worker import EngineUse
 
 SEED_MASK = (1 << 31) - 1
@@ -83,6 +84,8 @@ class SGLangClient:
         """Sample a turn, or the beginning of a turn (stop: ABORT). Raises EngineBusy, EngineLost when another
         server can go on, and EngineError on a request that no server can serve."""
         check_request(request, self._vocabulary, self._config.rollout.max_tokens)
+        if has_images(request.ids):
+            raise EngineRefused("servers do not read images yet; use the embedded engine (engine=torch)")
         remaining_room = self._config.rollout.max_tokens - len(request.ids)
         token_limit = min(remaining_room, request.sampling.max_new_tokens)
         sampling = msgspec.structs.replace(request.sampling, max_new_tokens=token_limit)
