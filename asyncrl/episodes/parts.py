@@ -112,8 +112,8 @@ class EpisodeParts:
         it does not."""
         if self.config.engine.remote:
             raise ConfigError(
-                "engine: servers do not read images yet; use the embedded engine (engine=torch), or remove the "
-                "images from the data"
+                "engine: servers do not read images yet; use the embedded engine (engine=torch), or remove "
+                "the images from the data"
             )
         layout = read_image_layout(self.config.model.path)
         max_ids = self.config.model.max_image_tokens
