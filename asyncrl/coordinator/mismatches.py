@@ -9,7 +9,7 @@ from asyncrl.algorithms.surprisal import SurprisalTest
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.state import log
 from asyncrl.types import PolicyVersion
-from asyncrl.wire.messages.shared import Loaded, ProbeGap, Replace
+from asyncrl.wire.messages.shared import Loaded, ProbeGap, ProbeSamples, Replace
 from asyncrl.wire.messages.trainer import SurprisalSums
 
 # An engine may differ from the trainer by this multiple of the trainer's own rounding. That both round, each
@@ -144,6 +144,21 @@ class Mismatches:
                 f"explains at most {gap_limit(rounding):.2g}"
             )
         return self._act_on(peer, name, "samples", text)
+
+    def judge_labels(self, peer: bytes, name: str, message: ProbeSamples) -> bool:
+        """Judge the versions that an engine names for the tokens that it has sampled for a test. Returns as
+        `judge_probe` does."""
+        if not self.may_sample(peer):
+            return False
+        if message.wrong_label is None:
+            self._problems.pop((name, "labels"), None)
+            return True
+
+        text = (
+            f"{name} names v{message.wrong_label} as the version of tokens that it sampled with "
+            f"v{message.version.step}"
+        )
+        return self._act_on(peer, name, "labels", text)
 
     def judge_tokens(self, step: int, mean_gap: float, tokens: float) -> None:
         """Judge the gap of a batch's tokens that the trained version itself has sampled. No engine can be

@@ -10,7 +10,7 @@ from asyncrl.config import parse
 from asyncrl.coordinator.mismatches import MIN_TOKENS, SOUND_PROBES, Mismatches, gap_limit
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages.shared import Loaded, ProbeGap
+from asyncrl.wire.messages.shared import Loaded, ProbeGap, ProbeSamples
 from asyncrl.wire.messages.trainer import SurprisalSums
 
 ENGINE = b"engine/1/b7"
@@ -266,3 +266,16 @@ def test_reported_log_probs_of_samples_are_judged_like_the_probe() -> None:
 def test_samples_are_not_judged_without_a_probe() -> None:
     judge = mismatches("stop")
     assert judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 0), sums(-50.0)) and not judge.count
+
+
+def test_an_engine_that_names_another_version_is_a_mismatch_until_it_names_the_right_one() -> None:
+    version = PolicyVersion(1, 8)
+    judge = mismatches("warn")
+    assert judge.judge_labels(ENGINE, "engine 1", ProbeSamples(version, (), wrong_label=7))
+    assert judge.newest == "engine 1 names v7 as the version of tokens that it sampled with v8"
+    assert judge.judge_labels(ENGINE, "engine 1", ProbeSamples(version, ()))
+    assert judge.newest == "" and judge.count == 1
+
+    judge = mismatches("replace")
+    assert not judge.judge_labels(ENGINE, "engine 1", ProbeSamples(version, (), wrong_label=7))
+    assert not judge.may_sample(ENGINE)
