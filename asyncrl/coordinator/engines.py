@@ -200,7 +200,7 @@ class EngineHandler:
         the trainer asks for a plan."""
         engine = self.versions.engines.get(peer)
         if engine is not None:
-            # While an engine goes back to an older version after a restart of the trainer, either label is right.
+            # While an engine goes back to an older version after a restart of the trainer, both are right.
             if message.version.step <= self.versions.newest.step:
                 self.mismatches.judge_labels(peer, engine.name, message)
             self.fleet.samples.add(peer, message, self.fleet.vocabulary)

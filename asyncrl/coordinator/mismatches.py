@@ -33,7 +33,7 @@ def gap_limit(rounding: float) -> float:
 
 class SampleGap(NamedTuple):
     """The differences in nats between reported log-probs and the trainer's, over an engine's samples of a
-    version."""
+    version, and of the versions before if they had too few tokens to be judged."""
 
     version: PolicyVersion
     total: float = 0.0
@@ -123,7 +123,7 @@ class Mismatches:
         self.sample_tokens += sums.tokens
 
         gap = self._sample_gaps.get(peer)
-        if gap is None or gap.version != version:
+        if gap is None or (gap.version != version and gap.tokens >= MIN_SAMPLED_TOKENS):
             gap = SampleGap(version)
         gap = self._sample_gaps[peer] = SampleGap(version, gap.total + sums.gap, gap.tokens + sums.tokens)
         has_wrong_logprobs = gap.tokens >= MIN_SAMPLED_TOKENS and gap.mean > gap_limit(rounding)
@@ -140,7 +140,7 @@ class Mismatches:
         if has_wrong_logprobs:
             text = (
                 f"{name} reports different log-probs from the trainer's: those of {gap.tokens:,} tokens that "
-                f"it sampled with v{version.step} differ by {gap.mean:.3g} nats on average; rounding "
+                f"it sampled up to v{version.step} differ by {gap.mean:.3g} nats on average; rounding "
                 f"explains at most {gap_limit(rounding):.2g}"
             )
         return self._act_on(peer, name, "samples", text)

@@ -1,6 +1,6 @@
 """A real SGLang server that lies: it computes, samples or reports something else than it says.
 
-    .venv-sglang/bin/python tools/faults/sglang_lies.py LIE --model-path DIR --port 30000 [arguments of SGLang]
+    .venv-sglang/bin/python tools/faults/sglang_lies.py LIE --model-path DIR [arguments of SGLang]
 
 As `engine.server_command` (with `engine=sglang_cpu`) the run starts such servers. The server is that of
 tools/sglang_cpu/launch.py, with one function replaced. SGLang's other processes import this file again when

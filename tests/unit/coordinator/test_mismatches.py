@@ -227,6 +227,14 @@ def test_few_sampled_tokens_are_no_evidence_and_a_failed_sum_is_reported_once_a_
     assert judge.newest == "", "the samples of a later version are right"
 
 
+def test_few_tokens_of_each_version_are_judged_together() -> None:
+    judge = mismatches("stop")
+    judge.judge_probe(ENGINE, "engine 1", loaded(0.0))
+    assert judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 1), sums(0.0, gap=0.01, tokens=128))
+    assert not judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 2), sums(0.0, gap=0.01, tokens=128))
+    assert "256 tokens that it sampled up to v2" in judge.fatal
+
+
 def test_samples_are_judged_together_by_process() -> None:
     judge = mismatches("replace")
     judge.judge_probe(ENGINE, "engine 1", loaded(0.0))
@@ -257,7 +265,7 @@ def test_reported_log_probs_of_samples_are_judged_like_the_probe() -> None:
     judge.judge_probe(ENGINE, "engine 1", loaded(0.0, BFLOAT16_ROUNDING))
     assert judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 0), sums(0.0, gap=0.14))
     assert not judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 1), sums(0.0, gap=0.16))
-    assert "sampled with v1 differ by 0.16 nats" in judge.fatal
+    assert "sampled up to v1 differ by 0.16 nats" in judge.fatal
     not_finite = mismatches("stop")
     not_finite.judge_probe(ENGINE, "engine 1", loaded(0.0))
     assert not not_finite.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 0), sums(0.0, gap=math.inf))
