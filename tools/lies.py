@@ -65,7 +65,7 @@ LIES = {
     "top_p_honest": Case("samples with top_p 0.9, and says so in its log-probs"),
     "top_k": Case("samples with top_k 20, and reports log-probs without", is_small=True),
     "speculation": Case("accepts every draft with a probability over 0.2, and reports log-probs as if not"),
-    "stale_seed": Case("samples every request with the same seed", is_small=True),
+    "stale_seed": Case("samples every request with the same seed"),
     "without_adapter": Case("LoRA: computes without the adapter", LORA),
     "sampled_without_adapter": Case("LoRA: scores with the adapter, and samples without", LORA),
     "old_adapter": Case("LoRA: loads the adapter before the one that it confirms", LORA),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from asyncrl.algorithms.surprisal import SurprisalTest
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.state import log
 from asyncrl.types import PolicyVersion
-from asyncrl.wire.messages.shared import Loaded, ProbeGap, ProbeSamples, Replace
+from asyncrl.wire.messages.shared import Loaded, ProbeGap, ProbeSamples, Replace, SampledSequence
 from asyncrl.wire.messages.trainer import SurprisalSums
 
 # An engine may differ from the trainer by this multiple of the trainer's own rounding. That both round, each
@@ -66,6 +68,7 @@ class Mismatches:
         self._sample_gaps: dict[bytes, SampleGap] = {}
         self._failed_versions: dict[bytes, PolicyVersion] = {}  # whose samples were reported as a mismatch
         self._test_count = 0  # tests of samples that have begun
+        self._independence_test_count = 0
         self._replacements: dict[bytes, Replace] = {}  # by identity of the process, until it has left
         self._next_request_at: dict[bytes, float] = {}
         self.sample_tokens = 0  # tested so far
@@ -160,6 +163,26 @@ class Mismatches:
         )
         return self._act_on(peer, name, "labels", text)
 
+    def judge_independence(self, peer: bytes, name: str, message: ProbeSamples) -> bool:
+        """Judge whether sequences of an engine with the same prompt are equal more often than by chance.
+        Returns as `judge_probe` does."""
+        if not self.may_sample(peer):
+            return False
+
+        evidence, equal_count = equality_evidence(message.sequences)
+        self._independence_test_count += 1
+        test_number = self._independence_test_count
+        alarm_rate = ALARM_RATE / (test_number * (test_number + 1))  # sums to ALARM_RATE
+        if evidence < -math.log(alarm_rate):
+            return True
+
+        text = (
+            f"{name} does not sample independently: {equal_count} of {len(message.sequences)} sequences that "
+            f"it sampled with v{message.version.step} are equal to another one with the same prompt; it may "
+            "use one seed for all requests"
+        )
+        return self._act_on(peer, name, "independence", text)
+
     def judge_tokens(self, step: int, mean_gap: float, tokens: float) -> None:
         """Judge the gap of a batch's tokens that the trained version itself has sampled. No engine can be
         named, so that none is replaced."""
@@ -230,6 +253,35 @@ class Mismatches:
             again = " again, after it was replaced" if (name, comparison) in self._replaced else ""
             self.fatal = f"{text}{again}; {ADVICE}"
         return False
+
+
+def equality_evidence(sequences: Sequence[SampledSequence]) -> tuple[float, int]:
+    """Return the log of the likelihood ratio of "half of the sequences are copies" to "all sequences are
+    independent", and the number of sequences that are equal to the first one of their prompt.
+
+    An independent sequence equals the first one with the probability p of the first one, by its reported
+    log-probs, and a copy with probability 1/2 or so. The mean of the ratio over independent sequences is 1,
+    so that by Markov's inequality the ratio exceeds 1/alpha with a probability of at most alpha.
+    """
+    first_sequences: dict[tuple[int, ...], SampledSequence] = {}
+    evidence = 0.0
+    equal_count = 0
+    for sequence in sequences:
+        prompt = sequence.ids[: -len(sequence.logprobs)]
+        first_sequence = first_sequences.setdefault(prompt, sequence)
+        if first_sequence is sequence:
+            continue
+
+        logprob = min(sum(first_sequence.logprobs), -1e-6)  # rounding may make a sum 0, or greater
+        if not math.isfinite(logprob):  # another test finds that
+            continue
+        if sequence.ids == first_sequence.ids:
+            equal_count += 1
+            evidence += math.log(0.5) - logprob
+        else:
+            evidence += math.log(0.5) - math.log(-math.expm1(logprob))
+
+    return evidence, equal_count
 
 
 ADVICE = (

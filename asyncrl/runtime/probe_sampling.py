@@ -24,7 +24,7 @@ log = logging.getLogger("asyncrl.engine")
 
 SAMPLE_COUNT = 64  # sequences
 SAMPLE_TOKENS = 16  # sampled tokens of each sequence
-PROMPT_COUNT = 16  # different prompts
+PROMPT_COUNT = 16  # different prompts, each of SAMPLE_COUNT // PROMPT_COUNT requests in a row
 # More than a block of the embedded engine's prefix cache, 32 ids, and of most servers' caches.
 PROMPT_TOKENS = 40
 # Sequences in a batch, at most. In an embedded engine each sequence takes a slot. Without a free slot, an
@@ -39,7 +39,8 @@ class ProbeSampling:
     the task: a newer version, a sleep or the deadline ends the task, and errors are only logged.
 
     The prompts are the same for all versions: an engine whose prefix cache outlives an update samples from
-    old keys and values, and the trainer's log-probs tell.
+    old keys and values, and the trainer's log-probs tell. Several requests have the same prompt: an engine
+    that draws the same random numbers for all of them gives the same sequence.
 
     `generate` and `release` use the engine that samples the turns of episodes. `engine`: the index of the
     worker or of the server.
@@ -187,7 +188,7 @@ def sample_requests(
     return tuple(
         Request(
             session=f"probe-{version.label}-{index}",
-            ids=prompts[index % len(prompts)],
+            ids=prompts[index * len(prompts) // SAMPLE_COUNT],
             sampling=sampling,
             key=generator.getrandbits(63),
             agent=next(iter(config.adapters), ""),

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 
 from asyncrl.config import parse
-from asyncrl.coordinator.mismatches import MIN_TOKENS, SOUND_PROBES, Mismatches, gap_limit
+from asyncrl.coordinator.mismatches import (
+    MIN_TOKENS,
+    SOUND_PROBES,
+    Mismatches,
+    equality_evidence,
+    gap_limit,
+)
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages.shared import Loaded, ProbeGap, ProbeSamples
+from asyncrl.wire.messages.shared import Loaded, ProbeGap, ProbeSamples, SampledSequence
 from asyncrl.wire.messages.trainer import SurprisalSums
 
 ENGINE = b"engine/1/b7"
@@ -287,3 +294,38 @@ def test_an_engine_that_names_another_version_is_a_mismatch_until_it_names_the_r
     judge = mismatches("replace")
     assert not judge.judge_labels(ENGINE, "engine 1", ProbeSamples(version, (), wrong_label=7))
     assert not judge.may_sample(ENGINE)
+
+
+def sampled(prompt: int, continuation: tuple[int, ...], logprob: float = -1.0) -> SampledSequence:
+    return SampledSequence((prompt, *continuation), (logprob,) * len(continuation))
+
+
+def test_equal_samples_of_one_prompt_are_a_mismatch() -> None:
+    version = PolicyVersion(1, 8)
+    copies = tuple(sampled(prompt, (5,) * 16) for prompt in (1, 1, 2, 2))
+    judge = mismatches("stop")
+    assert not judge.judge_independence(ENGINE, "engine 1", ProbeSamples(version, copies))
+    assert "2 of 4 sequences that it sampled with v8 are equal" in judge.fatal
+
+    judge = mismatches("stop")
+    for step in range(100):  # one certain sequence, and others that differ
+        likely = [sampled(1, (5,) * 16, -0.001) for _ in range(4)]
+        different = [sampled(2, (step % 7, index)) for index in range(12)]
+        message = ProbeSamples(PolicyVersion(1, step), (*likely, *different))
+        assert judge.judge_independence(ENGINE, "engine 1", message)
+    assert not judge.count
+
+
+def test_the_evidence_of_independent_sequences_has_the_mean_one() -> None:
+    """Exactly, over all pairs of sequences of two tokens; what a sequence is likely to be does not matter."""
+    probabilities = {0: 0.7, 1: 0.2, 2: 0.1}
+    pairs = [(first, second) for first in probabilities for second in probabilities]
+    mean = 0.0
+    for pair in product(pairs, repeat=2):
+        sequences = [
+            SampledSequence((9, *tokens), tuple(math.log(probabilities[token]) for token in tokens))
+            for tokens in pair
+        ]
+        evidence, _ = equality_evidence(sequences)
+        mean += math.prod(probabilities[token] for tokens in pair for token in tokens) * math.exp(evidence)
+    assert mean == pytest.approx(1.0)
