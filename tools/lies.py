@@ -34,8 +34,7 @@ HONEST_TOKENS = 1024  # sampled tokens of an honest run's engines that are teste
 
 LORA = ("model.lora_rank=8", "trainer.lr=1e-3")
 SGLANG = ("engine=sglang_cpu", "engine.servers=1", "rollout.slots=64", "launch.start_timeout=300")
-# With these batches the trainer still holds a version when its samples arrive.
-LARGE_BATCHES = ("buffer.groups_per_batch=8",)
+LARGE_BATCHES = "buffer.groups_per_batch=8"  # the trainer still holds a version when its samples arrive
 
 
 class Case(NamedTuple):
@@ -93,7 +92,7 @@ HONEST = {
     ),
     "staleness 16": Case(
         "staleness 16",
-        ("buffer.max_staleness=16", "buffer.target_staleness=16", "rollout.slots=16", *LARGE_BATCHES),
+        ("buffer.max_staleness=16", "buffer.target_staleness=16", "rollout.slots=16"),
     ),
     "LoRA": Case("LoRA", LORA),
     "LoRA, bfloat16": Case("LoRA, bfloat16", (*LORA, "model.dtype=bfloat16")),
@@ -102,10 +101,10 @@ HONEST = {
     "fold": Case("fold", ("rollout.history=fold",)),
     "shifts": Case("engine and trainer taking turns", ("engine.colocated=1",)),
     "shifts, LoRA": Case("engine and trainer taking turns, LoRA", ("engine.colocated=1", *LORA)),
-    "SGLang": Case("SGLang", (*SGLANG, *LARGE_BATCHES)),
-    "SGLang, bfloat16": Case("SGLang, bfloat16", (*SGLANG, *LARGE_BATCHES, "model.dtype=bfloat16", "seed=1")),
-    "SGLang, LoRA": Case("SGLang, LoRA", (*SGLANG, *LARGE_BATCHES, *LORA, "weights.adapters=true")),
-    "SGLang, synchronous": Case("SGLang, synchronous", (*SGLANG, *LARGE_BATCHES, "buffer.max_staleness=0")),
+    "SGLang": Case("SGLang", SGLANG),
+    "SGLang, bfloat16": Case("SGLang, bfloat16", (*SGLANG, "model.dtype=bfloat16", "seed=1")),
+    "SGLang, LoRA": Case("SGLang, LoRA", (*SGLANG, *LORA, "weights.adapters=true")),
+    "SGLang, synchronous": Case("SGLang, synchronous", (*SGLANG, "buffer.max_staleness=0")),
 }
 
 # The policy begins with a mixture of guesses and calls of the calculator, which alone solves the task.
@@ -132,7 +131,7 @@ def engine_settings(name: str) -> tuple[str, ...]:
         server = ROOT / "tools/faults/sglang_lies.py"
         command = f"engine.server_command=[{ROOT}/.venv-sglang/bin/python,{server},{name}]"
         return (*SGLANG, command, *SGLANG_LIES[name].settings)
-    return HONEST[name].settings
+    return (LARGE_BATCHES, *HONEST[name].settings)
 
 
 def train(run_dir: Path, name: str, settings: tuple[str, ...]) -> dict[str, object]:
