@@ -1,4 +1,4 @@
-"""Real runs whose engine reports honest log-probs: some do not sample from the trainer's policy, one does."""
+"""Real runs whose engine passes the probe: some lie about their samples, one is honest."""
 
 from __future__ import annotations
 
@@ -14,23 +14,18 @@ LARGE_BATCHES = ["buffer.groups_per_batch=8", "buffer.episodes_per_group=8", "da
 @pytest.mark.parametrize(
     ("lie", "mismatch"),
     [
-        (
-            "top_p",
-            "does not sample from the trainer's distribution: up to v0 its samples are less surprising",
-        ),
-        pytest.param("old_kv", "reports different log-probs", marks=pytest.mark.full),
-        pytest.param("stale_labels", "names v0 as the version", marks=pytest.mark.full),
-        pytest.param("stale_seed", "does not sample independently", marks=pytest.mark.full),
+        ("top_p", "worker 0 does not sample from the trainer's distribution"),
+        pytest.param("old_kv", "rounding explains at most", marks=pytest.mark.full),
+        pytest.param("stale_labels", "worker 0 names v0 as the version", marks=pytest.mark.full),
+        pytest.param("stale_seed", "worker 0 does not sample independently", marks=pytest.mark.full),
     ],
 )
-def test_an_engine_that_does_not_sample_from_the_policy_is_named(
-    tmp_path: Path, lie: str, mismatch: str
-) -> None:
+def test_an_engine_that_lies_is_named(tmp_path: Path, lie: str, mismatch: str) -> None:
     settings = [f"engine.name=tools/faults/lies.py:{lie}", "weights.on_mismatch=stop"]
     with Run(tmp_path, "total_steps=10", *LARGE_BATCHES, *settings) as run:
         assert run.wait() != 0
         text = run.text()
-    assert f"worker 0 {mismatch}" in text
+    assert mismatch in text
 
 
 @pytest.mark.full
