@@ -1,6 +1,6 @@
 """Engines that lie, honest engines, and a reward that one answer games: what a run says of each, and when.
 
-    python tools/lies.py                              # all: a quarter of an hour on two idle cores
+    python tools/lies.py                              # all: 70 minutes on two very busy cores
     python tools/lies.py --only top_p float32         # some of them
 
 Each lie (tools/faults/lies.py: embedded engines; tools/faults/sglang_lies.py: SGLang servers) trains the
