@@ -212,8 +212,14 @@ class EngineHandler:
         return self.mismatches.judge_probe(peer, name, message)
 
     def note_samples(self, peer: bytes, message: ProbeSamples) -> None:
-        """Hold the sequences that an engine has sampled for a test, until the trainer asks for a plan."""
-        if peer in self.versions.engines and self.mismatches.may_load(peer):
+        """Judge the labels and the independence of the sequences that an engine has sampled for a test, and
+        hold the sequences until the trainer asks for a plan."""
+        engine = self.versions.engines.get(peer)
+        if engine is not None and self.mismatches.may_load(peer):
+            # While an engine goes back to an older version after a restart of the trainer, both are right.
+            if message.version.step <= self.versions.newest.step:
+                self.mismatches.judge_labels(peer, engine.name, message)
+            self.mismatches.judge_independence(peer, engine.name, message)
             self.fleet.samples.add(peer, message, self.fleet.vocabulary)
 
     def judge_samples(self, message: ScoredSamples) -> None:

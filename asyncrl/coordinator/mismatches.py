@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -12,7 +13,7 @@ from asyncrl.algorithms.surprisal import SurprisalTest
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.state import log
 from asyncrl.types import PolicyVersion
-from asyncrl.wire.messages.shared import Loaded, ProbeGap, Replace
+from asyncrl.wire.messages.shared import Loaded, ProbeGap, ProbeSamples, Replace, SampledSequence
 from asyncrl.wire.messages.trainer import SurprisalSums
 
 # An engine may differ from the trainer by this multiple of the trainer's own rounding. That both round, each
@@ -36,7 +37,7 @@ def gap_limit(rounding: float) -> float:
 
 class SampleGap(NamedTuple):
     """The differences in nats between reported log-probs and the trainer's, over an engine's samples of a
-    version."""
+    version, and of the versions before if they had too few tokens to be judged."""
 
     version: PolicyVersion
     total: float = 0.0
@@ -89,6 +90,7 @@ class Mismatches:
         self._sample_gaps: dict[bytes, SampleGap] = {}
         self._failed_versions: dict[bytes, PolicyVersion] = {}  # whose samples were reported as a mismatch
         self._test_count = 0  # tests of samples that have begun
+        self._independence_test_count = 0
         # By identity of the engine's process, until its successor says hello.
         self._replacements: dict[bytes, Replace] = {}
         self._next_request_at: dict[bytes, float] = {}
@@ -163,7 +165,7 @@ class Mismatches:
         self.sample_tokens += sums.tokens
 
         gap = self._sample_gaps.get(peer)
-        if gap is None or gap.version != version:
+        if gap is None or (gap.version != version and gap.tokens >= MIN_SAMPLED_TOKENS):
             gap = SampleGap(version)
         gap = self._sample_gaps[peer] = SampleGap(version, gap.total + sums.gap, gap.tokens + sums.tokens)
         has_wrong_logprobs = gap.tokens >= MIN_SAMPLED_TOKENS and gap.mean > gap_limit(rounding)
@@ -180,10 +182,45 @@ class Mismatches:
         if has_wrong_logprobs:
             text = (
                 f"{name} reports different log-probs from the trainer's: those of {gap.tokens:,} tokens that "
-                f"it sampled with v{version.step} differ by {gap.mean:.3g} nats on average; rounding "
+                f"it sampled up to v{version.step} differ by {gap.mean:.3g} nats on average; rounding "
                 f"explains at most {gap_limit(rounding):.2g}"
             )
         return self._act_on(peer, name, "samples", text)
+
+    def judge_labels(self, peer: bytes, name: str, message: ProbeSamples) -> bool:
+        """Judge the versions that an engine names for the tokens that it has sampled for a test. Returns as
+        `judge_probe` does."""
+        if not self.may_load(peer):
+            return False
+        if message.wrong_label is None:
+            self._problems.pop((name, "labels"), None)
+            return True
+
+        text = (
+            f"{name} names v{message.wrong_label} as the version of tokens that it sampled with "
+            f"v{message.version.step}"
+        )
+        return self._act_on(peer, name, "labels", text)
+
+    def judge_independence(self, peer: bytes, name: str, message: ProbeSamples) -> bool:
+        """Judge whether sequences of an engine with the same prompt are equal more often than by chance.
+        Returns as `judge_probe` does."""
+        if not self.may_load(peer):
+            return False
+
+        evidence, equal_count = equality_evidence(message.sequences)
+        self._independence_test_count += 1
+        test_number = self._independence_test_count
+        alarm_rate = ALARM_RATE / (test_number * (test_number + 1))  # sums to ALARM_RATE
+        if evidence < -math.log(alarm_rate):
+            return True
+
+        text = (
+            f"{name} does not sample independently: {equal_count} of {len(message.sequences)} sequences that "
+            f"it sampled with v{message.version.step} are equal to another one with the same prompt; it may "
+            "use one seed for all requests"
+        )
+        return self._act_on(peer, name, "independence", text)
 
     def judge_tokens(self, step: int, mean_gap: float, tokens: float) -> None:
         """Judge the gap of a batch's tokens that the trained version itself has sampled. No engine can be
@@ -306,6 +343,35 @@ class Mismatches:
 def place_of(peer: bytes) -> str:
     """Return role and index of a process, which its successors share."""
     return peer.decode().rpartition("/")[0]
+
+
+def equality_evidence(sequences: Sequence[SampledSequence]) -> tuple[float, int]:
+    """Return the log of the likelihood ratio of "half of the sequences are copies" to "all sequences are
+    independent", and the number of sequences that are equal to the first one of their prompt.
+
+    An independent sequence equals the first one with the probability p of the first one, by its reported
+    log-probs, and a copy with probability 1/2 or so. The mean of the ratio over independent sequences is 1,
+    so that by Markov's inequality the ratio exceeds 1/alpha with a probability of at most alpha.
+    """
+    first_sequences: dict[tuple[int, ...], SampledSequence] = {}
+    evidence = 0.0
+    equal_count = 0
+    for sequence in sequences:
+        prompt = sequence.ids[: -len(sequence.logprobs)]
+        first_sequence = first_sequences.setdefault(prompt, sequence)
+        if first_sequence is sequence:
+            continue
+
+        logprob = min(sum(first_sequence.logprobs), -1e-6)  # rounding may make a sum 0, or greater
+        if not math.isfinite(logprob):  # another test finds that
+            continue
+        if sequence.ids == first_sequence.ids:
+            equal_count += 1
+            evidence += math.log(0.5) - logprob
+        else:
+            evidence += math.log(0.5) - math.log(-math.expm1(logprob))
+
+    return evidence, equal_count
 
 
 ADVICE = (

@@ -130,10 +130,12 @@ class SampledSequence(msgspec.Struct, frozen=True, array_like=True):
 
 class ProbeSamples(WireMessage, frozen=True):
     """An engine has sampled these sequences with a version, at the temperature of the run, for a test by the
-    trainer."""
+    trainer. `wrong_label`: an older version, a step, that the engine names for all tokens that it sampled
+    with `version`."""
 
     version: PolicyVersion
     sequences: Annotated[tuple[SampledSequence, ...], Meta(max_length=MAX_SAMPLES)]
+    wrong_label: Count | None = None
 
 
 class Sleep(WireMessage, frozen=True):

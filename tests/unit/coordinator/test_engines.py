@@ -279,6 +279,8 @@ def test_samples_of_engines_are_held_and_judged_unless_the_engine_is_gone_or_to_
         return ScoredSamples(ref.version, (sums,))
 
     mismatches = setup.handler.mismatches
+    rolled_back = PolicyVersion(ref.version.epoch, ref.version.step + 1)
+    setup.handler.note_samples(A, ProbeSamples(rolled_back, (), wrong_label=ref.version.step))
     setup.handler.judge_samples(scored(b"engine/7/gone", -500.0))
     setup.handler.judge_samples(scored(B, -20.0))
     assert mismatches.count == 0 and mismatches.sample_tokens == 1024
