@@ -57,7 +57,7 @@ def train_demo(run_dir: Path, name: str, steps: int, overrides: list[str]) -> tu
 
     measured = [
         f"{largest('training/step'):.0f}",
-        f"{largest('weights/probe_logprob_diff_mean'):.1e}",
+        f"{largest('weights/probe_logprob_diff_median'):.1e}",
         f"{largest('rollout_corr/logprob_diff_mean'):.1e}",
         f"{largest('weights/sample_surprisal_z'):.1f} ({largest('weights/sample_tokens'):,.0f})",
     ]

@@ -27,8 +27,8 @@ from asyncrl.observe.files import replace_file
 STOP_SECONDS = 0.8
 MEMORY_FRACTION = 0.85  # of a GPU's memory, for weights and KV cache
 CONVOLUTION_DTYPE = "SGLANG_MAMBA_CONV_DTYPE"  # environment variable of a server
-# Environment variables that keep cuBLAS and Triton's `tl.dot` from rounding float32 inputs to TF32, which alone
-# makes log-probs differ from the trainer's by more than coordinator/mismatches.py allows in float32.
+# Environment variables that keep cuBLAS and Triton's `tl.dot` from rounding float32 inputs to TF32. That
+# alone makes log-probs differ from the trainer's by more than `MIN_GAP_LIMIT` (coordinator/mismatches.py).
 WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 STREAM_INTERVAL = 4  # tokens per event of a stream: the most that a request loses when the server dies
 
