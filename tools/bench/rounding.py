@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import transformers
+from common import table
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -34,7 +35,6 @@ from transformers import PreTrainedModel
 from asyncrl.coordinator.mismatches import MIN_GAP_LIMIT, ROUNDING_MULTIPLE, gap_limit, mean_limit
 from asyncrl.trainer.publishing import PROBE_SEQUENCES, PROBE_TOKENS
 from asyncrl.weights.manifest import LogprobGaps, Probe
-from common import table
 
 VOCABULARY = 512
 HEAD_SIZE = 16

@@ -32,5 +32,5 @@ def test_a_log_prob_that_is_not_finite_is_an_infinite_difference(value: float) -
     probe = Probe(TEXTS, ((-1.0, -1.0, -1.0), (-1.0, -1.0, -1.0)))
     gaps = probe.compare([(-1.0, -1.0, -1.0), (-1.0, value, -1.0)])
     assert gaps == LogprobGaps(math.inf, math.inf, math.inf)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="zip"):
         probe.compare([(-1.0, -1.0, -1.0)])
