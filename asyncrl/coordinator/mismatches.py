@@ -251,7 +251,7 @@ def describe_gap(name: str, step: int, gap: ProbeGap) -> str:
     """Describe an engine's mismatch, with its size."""
     return (
         f"{name} computes a different model from the trainer: its log-probs of v{step} differ by "
-        f"{gap.median:.3g} nats (median; mean {gap.mean:.3g}, at most {gap.largest:.3g}) over {gap.tokens} "
-        f"tokens of the probe; rounding explains at most {gap_limit(gap.rounding.median):.2g} (mean "
+        f"{gap.median:.3g} nats in the median (mean {gap.mean:.3g}, largest {gap.largest:.3g}) over "
+        f"{gap.tokens} tokens of the probe; rounding explains at most {gap_limit(gap.rounding.median):.2g} (mean "
         f"{mean_limit(gap.rounding):.2g})"
     )
