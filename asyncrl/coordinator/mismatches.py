@@ -21,8 +21,9 @@ ROUNDING_MULTIPLE = 3.0
 MIN_GAP_LIMIT = 1e-3  # nats; honest engines in float32 differ by 1e-5
 MEAN_MULTIPLE = 10.0  # of the mean of the trainer's rounding, for engines that are wrong for few tokens
 MIN_MEAN_LIMIT = 1e-2  # nats
-# At the first comparison of a process, gaps beyond both mean another model, which no run may train with.
-OTHER_MODEL_GAP = 1.0  # nats, the largest gap
+# At the first comparison of a process, a mean gap beyond `mean_limit` and a largest gap beyond this many nats
+# mean another model, which no run may train with.
+OTHER_MODEL_GAP = 1.0
 ALARM_RATE = 1e-4  # the chance that the samples of any honest engine are judged wrongly, in a whole run
 SOUND_PROBES = 5  # comparisons that a replaced process must pass before it may be replaced again
 MIN_SAMPLED_TOKENS = 256  # tokens that an engine has sampled for its test, over which a mean gap is judged
@@ -252,6 +253,6 @@ def describe_gap(name: str, step: int, gap: ProbeGap) -> str:
     return (
         f"{name} computes a different model from the trainer: its log-probs of v{step} differ by "
         f"{gap.median:.3g} nats in the median (mean {gap.mean:.3g}, largest {gap.largest:.3g}) over "
-        f"{gap.tokens} tokens of the probe; rounding explains at most {gap_limit(gap.rounding.median):.2g} (mean "
-        f"{mean_limit(gap.rounding):.2g})"
+        f"{gap.tokens} tokens of the probe; rounding explains at most {gap_limit(gap.rounding.median):.2g} "
+        f"(mean {mean_limit(gap.rounding):.2g})"
     )
