@@ -175,7 +175,7 @@ def train_with_engine(run_dir: Path, name: str, steps: int) -> tuple[str, list[s
 
     return problem, [
         moment_of(error) if is_named else "never",
-        f"{largest('weights/probe_logprob_diff_mean'):.1e}",
+        f"{largest('weights/probe_logprob_diff_median'):.1e}",
         f"{largest('rollout_corr/logprob_diff_mean'):.1e}",
         f"{largest('weights/sample_surprisal_z'):.1f} ({sampled_tokens:,.0f})",
         error.partition(";")[0] or "no mismatch",

@@ -9,13 +9,12 @@ from msgspec import Meta
 
 from asyncrl.observe.alerts import Alert
 from asyncrl.types import MAX_VOCABULARY, PolicyVersion
-from asyncrl.weights.manifest import Probe, WeightsRef
+from asyncrl.weights.manifest import LogprobGaps, Probe, WeightsRef
 
 # Decoding fails for numbers out of range: sums of accepted numbers stay finite, and fit into the store.
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]  # seconds may be negative after a clock was set back
 Share = Annotated[float, Meta(ge=0, le=1)]
-Gap = Annotated[float, Meta(ge=0)]  # infinite if a compared value is no number
 TokenId = Annotated[int, Meta(ge=0, lt=MAX_VOCABULARY)]
 MAX_SAMPLES = 64  # sequences in a message
 MAX_SAMPLE_TOKENS = 64  # tokens of such a sequence, including its prompt
@@ -91,14 +90,12 @@ class LoadWeights(WireMessage, frozen=True):
     probe: Probe | None = None
 
 
-class ProbeGap(msgspec.Struct, frozen=True):
-    """The differences between an engine's log-probs of a probe and the trainer's, in nats, over `tokens`
-    tokens. `rounding`: the probe's."""
+class ProbeGap(LogprobGaps, frozen=True):
+    """The differences between an engine's log-probs of a probe and the trainer's, over `tokens` tokens.
+    `rounding`: the probe's."""
 
-    largest: Gap
-    mean: Gap
     tokens: Count
-    rounding: Gap
+    rounding: LogprobGaps
 
 
 class Loaded(WireMessage, frozen=True):

@@ -10,6 +10,8 @@ import pytest
 
 from asyncrl.config import parse
 from asyncrl.coordinator.mismatches import (
+    MEAN_MULTIPLE,
+    MIN_MEAN_LIMIT,
     MIN_TOKENS,
     SOUND_PROBES,
     Mismatches,
@@ -17,7 +19,7 @@ from asyncrl.coordinator.mismatches import (
     gap_limit,
 )
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.manifest import LogprobGaps, WeightsRef
 from asyncrl.wire.messages.shared import Loaded, ProbeGap, ProbeSamples, SampledSequence
 from asyncrl.wire.messages.trainer import SurprisalSums
 
@@ -42,13 +44,22 @@ def mismatches(action: str = "replace", temperature: float = 1.0) -> Mismatches:
     )
 
 
-def loaded(mean_gap: float, rounding: float = FLOAT32_ROUNDING, step: int = 3) -> Loaded:
-    gap = ProbeGap(largest=4 * mean_gap, mean=mean_gap, tokens=64, rounding=rounding)
+def loaded(
+    gap_size: float, rounding: float = FLOAT32_ROUNDING, step: int = 3, mean_gap: float | None = None
+) -> Loaded:
+    """An answer with this median gap, and this mean gap, if that is not the same."""
+    gap = ProbeGap(
+        largest=4 * gap_size,
+        mean=gap_size if mean_gap is None else mean_gap,
+        median=gap_size,
+        tokens=512,
+        rounding=LogprobGaps(4 * rounding, rounding, rounding),
+    )
     return Loaded(WeightsRef(PolicyVersion(1, step), "v"), "train", "sum", 0.1, probe_gap=gap)
 
 
 @pytest.mark.parametrize(
-    ("mean_gap", "rounding", "may_sample"),
+    ("gap_size", "rounding", "may_sample"),
     [
         (1e-5, FLOAT32_ROUNDING, True),
         (0.02, FLOAT32_ROUNDING, False),  # the weights of one step before
@@ -59,15 +70,26 @@ def loaded(mean_gap: float, rounding: float = FLOAT32_ROUNDING, step: int = 3) -
 )
 @pytest.mark.parametrize("earlier_probes", [0, 5])
 def test_every_probe_is_judged_by_the_trainers_rounding(
-    mean_gap: float, rounding: float, may_sample: bool, earlier_probes: int
+    gap_size: float, rounding: float, may_sample: bool, earlier_probes: int
 ) -> None:
     judge = mismatches()
     for step in range(earlier_probes):
         assert judge.judge_probe(ENGINE, "engine 1", loaded(rounding, rounding, step))
-    assert judge.judge_probe(ENGINE, "engine 1", loaded(mean_gap, rounding, step=7)) is may_sample
+    assert judge.judge_probe(ENGINE, "engine 1", loaded(gap_size, rounding, step=7)) is may_sample
     assert judge.count == (not may_sample)
     if not may_sample:
-        assert "engine 1" in judge.newest and "v7" in judge.newest and f"{mean_gap:.3g} nats" in judge.newest
+        assert "engine 1" in judge.newest and "v7" in judge.newest and f"{gap_size:.3g} nats" in judge.newest
+
+
+@pytest.mark.parametrize("rounding", [FLOAT32_ROUNDING, BFLOAT16_ROUNDING])
+def test_few_tokens_are_judged_by_a_wider_limit(rounding: float) -> None:
+    """Routers that choose other experts after rounding change the log-probs of some tokens, and with those
+    the mean. An engine that is wrong for few tokens changes the mean by more."""
+    judge = mismatches("stop")
+    limit = max(MIN_MEAN_LIMIT, MEAN_MULTIPLE * rounding)
+    assert judge.judge_probe(ENGINE, "engine 1", loaded(rounding, rounding, mean_gap=0.9 * limit))
+    assert not judge.judge_probe(ENGINE, "engine 1", loaded(rounding, rounding, mean_gap=1.1 * limit))
+    assert f"mean {1.1 * limit:.3g}" in judge.fatal and f"(mean {limit:.2g})" in judge.fatal
 
 
 def test_an_engine_without_a_comparison_is_not_judged() -> None:

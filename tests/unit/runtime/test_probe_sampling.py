@@ -26,7 +26,7 @@ from asyncrl.wire.messages.shared import MAX_SAMPLE_TOKENS, Loaded, ProbeSamples
 from tests.fakes.engine import ScriptedEngine, generation
 from tests.fakes.loop import settle
 
-PROBE = Probe(tuple(range(40, 60)), (-1.0,) * 19)
+PROBE = Probe((tuple(range(40, 60)),), ((-1.0,) * 19,))
 TEXT = "x" * SAMPLE_TOKENS
 
 
