@@ -427,7 +427,7 @@ class WeightsKeys(TypedDict, total=False):
     rolling: bool
     """Update servers one after another, so that generation never stops on all servers at once."""
     on_mismatch: Literal["replace", "stop", "warn"]
-    """What happens if an engine's log-probs of a fixed text differ from the trainer's by more than
+    """What happens if an engine's log-probs of random texts differ from the trainer's by more than
     rounding explains: `replace` its process once, then stop; `stop` the run with a checkpoint; or only
     `warn`."""
     adapters: Literal["auto"] | bool

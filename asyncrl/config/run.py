@@ -138,8 +138,8 @@ class WeightsConfig(Section, frozen=True):
     or are aborted and resumed (`abort`)."""
     rolling: bool = True
     """Update servers one after another, so that generation never stops on all servers at once."""
-    on_mismatch: Literal["replace", "stop", "warn"] = "warn"
-    """What happens if an engine's log-probs of a fixed text differ from the trainer's by more than rounding
+    on_mismatch: Literal["replace", "stop", "warn"] = "replace"
+    """What happens if an engine's log-probs of random texts differ from the trainer's by more than rounding
     explains: `replace` its process once, then stop; `stop` the run with a checkpoint; or only `warn`."""
     adapters: Literal["auto"] | bool = "auto"
     """Publish LoRA adapters alone, to be loaded alongside the model (true), or merged into its weights,

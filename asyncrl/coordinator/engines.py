@@ -70,7 +70,7 @@ class EngineHandler:
         self.mismatches = Mismatches(state.config)
         self._stored_verdicts = ""
         self.largest_probe_gap = 0.0  # largest difference between log-probs of an engine and of the trainer
-        self.probe_mean_gap = 0.0  # mean difference, by the newest comparison
+        self.probe_median_gap = 0.0  # median difference, by the newest comparison
         self.probe_tokens = 0  # tokens compared so far
 
         self.may_wake = False  # the trainer has offloaded: sleeping engines get the newest version
@@ -207,13 +207,22 @@ class EngineHandler:
         sample."""
         if message.probe_gap is not None:
             self.largest_probe_gap = max(self.largest_probe_gap, message.probe_gap.largest)
-            self.probe_mean_gap = message.probe_gap.mean
+            self.probe_median_gap = message.probe_gap.median
             self.probe_tokens += message.probe_gap.tokens
-        return self.mismatches.judge_probe(peer, name, message)
+        may_sample = self.mismatches.judge_probe(peer, name, message)
+        if message.probe_gap is not None and not may_sample:
+            self.versions.expire_probe(message.ref.version)
+        return may_sample
 
     def note_samples(self, peer: bytes, message: ProbeSamples) -> None:
-        """Hold the sequences that an engine has sampled for a test, until the trainer asks for a plan."""
-        if peer in self.versions.engines and self.mismatches.may_load(peer):
+        """Judge the labels and the independence of the sequences that an engine has sampled for a test, and
+        hold the sequences until the trainer asks for a plan."""
+        engine = self.versions.engines.get(peer)
+        if engine is not None and self.mismatches.may_load(peer):
+            # While an engine goes back to an older version after a restart of the trainer, both are right.
+            if message.version.step <= self.versions.newest.step:
+                self.mismatches.judge_labels(peer, engine.name, message)
+            self.mismatches.judge_independence(peer, engine.name, message)
             self.fleet.samples.add(peer, message, self.fleet.vocabulary)
 
     def judge_samples(self, message: ScoredSamples) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -12,31 +13,42 @@ from asyncrl.algorithms.surprisal import SurprisalTest
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.state import log
 from asyncrl.types import PolicyVersion
-from asyncrl.wire.messages.shared import Loaded, ProbeGap, Replace
+from asyncrl.weights.manifest import LogprobGaps
+from asyncrl.wire.messages.shared import Loaded, ProbeGap, ProbeSamples, Replace, SampledSequence
 from asyncrl.wire.messages.trainer import SurprisalSums
 
-# An engine may differ from the trainer by this multiple of the trainer's own rounding. That both round, each
-# in its own way, explains a factor of 1.4.
+# An engine may differ from the trainer by this multiple of the trainer's own rounding. Both round, each in
+# its own way, which explains a factor of 1.4; if the engine rounds at random, 1.7 (tools/bench/rounding.py).
+# Medians are compared: after rounding, routers of a mixture of experts choose other experts for some tokens,
+# whose log-probs jump. How many differs from probe to probe, and so does the mean.
 ROUNDING_MULTIPLE = 3.0
 MIN_GAP_LIMIT = 1e-3  # nats; honest engines in float32 differ by 1e-5
-# At the first comparison of a process, gaps beyond both mean another model, which no run may train with.
-OTHER_MODEL_GAP = 1.0  # nats, the largest gap
-OTHER_MODEL_MULTIPLE = 10.0  # of the trainer's own rounding, the mean gap
+MEAN_MULTIPLE = 10.0  # of the mean of the trainer's rounding, for engines that are wrong for few tokens
+MIN_MEAN_LIMIT = 1e-2  # nats
+# At the first comparison of a process, a mean gap beyond `mean_limit` and a largest gap beyond this many nats
+# mean another model, which no run may train with.
+OTHER_MODEL_GAP = 1.0
 ALARM_RATE = 1e-4  # the chance that the samples of any honest engine are judged wrongly, in a whole run
 SOUND_PROBES = 5  # comparisons that a replaced process must pass before it may be replaced again
 MIN_SAMPLED_TOKENS = 256  # tokens that an engine has sampled for its test, over which a mean gap is judged
 REFUTING_TOKENS = 1024  # sampled tokens without a mismatch that end the alert about an engine's samples
-MIN_TOKENS = 64  # tokens of training, of one version, over which a mean gap is judged
+MIN_TOKENS = 256  # tokens of training, of one version, over which a mean gap is judged
 
 
 def gap_limit(rounding: float) -> float:
-    """Return the largest mean gap, in nats, that `rounding` explains."""
+    """Return the largest gap, in nats, that `rounding` explains; both are medians, or both are means of many
+    tokens."""
     return max(MIN_GAP_LIMIT, ROUNDING_MULTIPLE * rounding)
+
+
+def mean_limit(rounding: LogprobGaps) -> float:
+    """Return the largest mean gap, in nats, of a probe of an honest engine."""
+    return max(MIN_MEAN_LIMIT, MEAN_MULTIPLE * rounding.mean)
 
 
 class SampleGap(NamedTuple):
     """The differences in nats between reported log-probs and the trainer's, over an engine's samples of a
-    version."""
+    version, and of the versions before if they had too few tokens to be judged."""
 
     version: PolicyVersion
     total: float = 0.0
@@ -81,7 +93,7 @@ class Mismatches:
         self._replaced: set[tuple[str, str]] = set()
         self._passed_probes: Counter[str] = Counter()  # by name of the engine, since a mismatch
         self._problems: dict[tuple[str, str], str] = {}  # unsolved mismatches by engine and comparison
-        self._rounding: float | None = None  # nats, of the newest probe
+        self._rounding: LogprobGaps | None = None  # of the newest probe
         self._compared_processes: set[bytes] = set()  # by this coordinator or an earlier one
         self._compared_here: set[bytes] = set()  # by this coordinator
         # By identity of the engine's process.
@@ -89,6 +101,7 @@ class Mismatches:
         self._sample_gaps: dict[bytes, SampleGap] = {}
         self._failed_versions: dict[bytes, PolicyVersion] = {}  # whose samples were reported as a mismatch
         self._test_count = 0  # tests of samples that have begun
+        self._independence_test_count = 0
         # By identity of the engine's process, until its successor says hello.
         self._replacements: dict[bytes, Replace] = {}
         self._next_request_at: dict[bytes, float] = {}
@@ -132,9 +145,10 @@ class Mismatches:
             return True
         self._rounding = gap.rounding
 
-        if gap.mean > gap_limit(gap.rounding):
+        has_wrong_mean = gap.mean > mean_limit(gap.rounding)
+        if has_wrong_mean or gap.median > gap_limit(gap.rounding.median):
             text = describe_gap(name, message.ref.version.step, gap)
-            is_other_model = gap.largest > OTHER_MODEL_GAP and gap.mean > OTHER_MODEL_MULTIPLE * gap.rounding
+            is_other_model = gap.largest > OTHER_MODEL_GAP and has_wrong_mean
             if self._action == "warn" and is_first and is_other_model:
                 self._note_problem(name, "probe", text)
                 self.fatal = f"{text}; start the engine with the trainer's model.path and dtype"
@@ -150,9 +164,10 @@ class Mismatches:
     def judge_samples(self, peer: bytes, name: str, version: PolicyVersion, sums: SurprisalSums) -> bool:
         """Judge all sequences that an engine's process has sampled for a test; these of `version` are new.
         Returns as `judge_probe` does."""
-        rounding = self._sampling_rounding
-        if rounding is None or not self.may_load(peer):
+        if self._rounding is None or not self.may_load(peer):
             return self.may_load(peer)
+        largest_gap = gap_limit(self._at_temperature(self._rounding.median))
+        mean_rounding = self._at_temperature(self._rounding.mean)
 
         test = self._sample_tests.get(peer)
         if test is None:
@@ -163,11 +178,11 @@ class Mismatches:
         self.sample_tokens += sums.tokens
 
         gap = self._sample_gaps.get(peer)
-        if gap is None or gap.version != version:
+        if gap is None or (gap.version != version and gap.tokens >= MIN_SAMPLED_TOKENS):
             gap = SampleGap(version)
         gap = self._sample_gaps[peer] = SampleGap(version, gap.total + sums.gap, gap.tokens + sums.tokens)
-        has_wrong_logprobs = gap.tokens >= MIN_SAMPLED_TOKENS and gap.mean > gap_limit(rounding)
-        if not has_wrong_logprobs and not test.has_failed(rounding):
+        has_wrong_logprobs = gap.tokens >= MIN_SAMPLED_TOKENS and gap.mean > largest_gap
+        if not has_wrong_logprobs and not test.has_failed(mean_rounding):
             if test.tokens >= REFUTING_TOKENS:
                 self._problems.pop((name, "samples"), None)
             return True
@@ -180,25 +195,59 @@ class Mismatches:
         if has_wrong_logprobs:
             text = (
                 f"{name} reports different log-probs from the trainer's: those of {gap.tokens:,} tokens that "
-                f"it sampled with v{version.step} differ by {gap.mean:.3g} nats on average; rounding "
-                f"explains at most {gap_limit(rounding):.2g}"
+                f"it sampled up to v{version.step} differ by {gap.mean:.3g} nats (median); rounding "
+                f"explains at most {largest_gap:.2g}"
             )
         return self._act_on(peer, name, "samples", text)
+
+    def judge_labels(self, peer: bytes, name: str, message: ProbeSamples) -> bool:
+        """Judge the versions that an engine names for the tokens that it has sampled for a test. Returns as
+        `judge_probe` does."""
+        if not self.may_load(peer):
+            return False
+        if message.wrong_label is None:
+            self._problems.pop((name, "labels"), None)
+            return True
+
+        text = (
+            f"{name} names v{message.wrong_label} as the version of tokens that it sampled with "
+            f"v{message.version.step}"
+        )
+        return self._act_on(peer, name, "labels", text)
+
+    def judge_independence(self, peer: bytes, name: str, message: ProbeSamples) -> bool:
+        """Judge whether sequences of an engine with the same prompt are equal more often than by chance.
+        Returns as `judge_probe` does."""
+        if not self.may_load(peer):
+            return False
+
+        evidence, equal_count = equality_evidence(message.sequences)
+        self._independence_test_count += 1
+        test_number = self._independence_test_count
+        alarm_rate = ALARM_RATE / (test_number * (test_number + 1))  # sums to ALARM_RATE
+        if evidence < -math.log(alarm_rate):
+            return True
+
+        text = (
+            f"{name} does not sample independently: {equal_count} of {len(message.sequences)} sequences that "
+            f"it sampled with v{message.version.step} are equal to another one with the same prompt; it may "
+            "use one seed for all requests"
+        )
+        return self._act_on(peer, name, "independence", text)
 
     def judge_tokens(self, step: int, mean_gap: float, tokens: float) -> None:
         """Judge the gap of a batch's tokens that the trained version itself has sampled. No engine can be
         named, so that none is replaced."""
-        rounding = self._sampling_rounding
-        if rounding is None or tokens < MIN_TOKENS:
+        if self._rounding is None or tokens < MIN_TOKENS:
             return
-        if mean_gap <= gap_limit(rounding):
+        largest_gap = gap_limit(self._at_temperature(self._rounding.mean))
+        if mean_gap <= largest_gap:
             self._problems.pop(("", "tokens"), None)
             return
 
         text = (
             f"the log-probs that engines reported for {tokens:,.0f} tokens of step {step} differ from the "
-            f"trainer's by {mean_gap:.3g} nats on average; rounding explains at most "
-            f"{gap_limit(rounding):.2g}"
+            f"trainer's by {mean_gap:.3g} nats on average; rounding explains at most {largest_gap:.2g}"
         )
         self._note_problem("", "tokens", text)
         if self._action == "stop":
@@ -272,11 +321,10 @@ class Mismatches:
         self._next_request_at = dict.fromkeys(self._replacements, 0.0)
         self._suspect_places = verdicts.suspect_places
 
-    @property
-    def _sampling_rounding(self) -> float | None:
-        """The trainer's rounding in nats at the temperature of the rollout; None: no probe was compared yet.
-        The probe is scored at temperature 1; a lower temperature enlarges the differences of logits."""
-        return None if self._rounding is None else self._rounding / min(1.0, self._temperature)
+    def _at_temperature(self, rounding: float) -> float:
+        """Return the rounding of a probe, in nats, at the temperature of the rollout. The probe is scored at
+        temperature 1; a lower temperature enlarges the differences of logits."""
+        return rounding / min(1.0, self._temperature)
 
     def _note_problem(self, name: str, comparison: str, text: str) -> None:
         self.count += 1
@@ -308,6 +356,35 @@ def place_of(peer: bytes) -> str:
     return peer.decode().rpartition("/")[0]
 
 
+def equality_evidence(sequences: Sequence[SampledSequence]) -> tuple[float, int]:
+    """Return the log of the likelihood ratio of "half of the sequences are copies" to "all sequences are
+    independent", and the number of sequences that are equal to the first one of their prompt.
+
+    An independent sequence equals the first one with the probability p of the first one, by its reported
+    log-probs, and a copy with probability 1/2 or so. The mean of the ratio over independent sequences is 1,
+    so that by Markov's inequality the ratio exceeds 1/alpha with a probability of at most alpha.
+    """
+    first_sequences: dict[tuple[int, ...], SampledSequence] = {}
+    evidence = 0.0
+    equal_count = 0
+    for sequence in sequences:
+        prompt = sequence.ids[: -len(sequence.logprobs)]
+        first_sequence = first_sequences.setdefault(prompt, sequence)
+        if first_sequence is sequence:
+            continue
+
+        logprob = min(sum(first_sequence.logprobs), -1e-6)  # rounding may make a sum 0, or greater
+        if not math.isfinite(logprob):  # another test finds that
+            continue
+        if sequence.ids == first_sequence.ids:
+            equal_count += 1
+            evidence += math.log(0.5) - logprob
+        else:
+            evidence += math.log(0.5) - math.log(-math.expm1(logprob))
+
+    return evidence, equal_count
+
+
 ADVICE = (
     "check that the engines serve the model of model.path in model.dtype; to train on their samples all the "
     "same, for example if the engines are quantized on purpose, set weights.on_mismatch=warn"
@@ -332,7 +409,7 @@ def describe_gap(name: str, step: int, gap: ProbeGap) -> str:
     """Describe an engine's mismatch, with its size."""
     return (
         f"{name} computes a different model from the trainer: its log-probs of v{step} differ by "
-        f"{gap.mean:.3g} nats on average (at most {gap.largest:.3g}) over {gap.tokens} tokens of the probe; "
-        f"rounding explains at most {gap_limit(gap.rounding):.2g}; it may hold other weights, or compute in "
-        "another dtype"
+        f"{gap.median:.3g} nats in the median (mean {gap.mean:.3g}, largest {gap.largest:.3g}) over "
+        f"{gap.tokens} tokens of the probe; rounding explains at most {gap_limit(gap.rounding.median):.2g} "
+        f"(mean {mean_limit(gap.rounding):.2g}); it may hold other weights, or compute in another dtype"
     )

@@ -251,7 +251,7 @@ class Reporter:
                 "weights/acked_lag": float(self.versions.newest.step - self.versions.acked_step),
                 "weights/stall_s": self.trainer.snapshot_s,
                 "weights/probe_logprob_diff_max": self.engines.largest_probe_gap,
-                "weights/probe_logprob_diff_mean": self.engines.probe_mean_gap,
+                "weights/probe_logprob_diff_median": self.engines.probe_median_gap,
                 "weights/sample_surprisal_z": self.engines.mismatches.sample_z,
                 "weights/sample_tokens": float(self.engines.mismatches.sample_tokens),
                 "weights/mismatches": float(self.engines.mismatches.count),

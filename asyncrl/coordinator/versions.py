@@ -60,6 +60,7 @@ class VersionLedger:
         self.ref = ref
         self.engines: dict[bytes, EngineRecord] = {}  # engines by identity of the peer
         self.recent_probes: list[Probed] = []  # probes of the newest version, and of versions not written yet
+        self._expired_probe: Probed | None = None  # the newest; compared no more
         # Newest loaded version, and its checksum by the first engine.
         self._newest_checksum = (NO_VERSION, "")
 
@@ -72,8 +73,22 @@ class VersionLedger:
         return True
 
     def find_probe(self, version: PolicyVersion) -> Probe | None:
-        """Return the probe with the trainer's log-probs of this version; None if not scored."""
-        return next((probed.probe for probed in self.recent_probes if probed.version == version), None)
+        """Return the probe with the trainer's log-probs of this version; None if not scored, or expired."""
+        return next(
+            (
+                probed.probe
+                for probed in self.recent_probes
+                if probed.version == version and probed != self._expired_probe
+            ),
+            None,
+        )
+
+    def expire_probe(self, version: PolicyVersion) -> None:
+        """Have the trainer score other texts with this version: an engine has failed with these, and its
+        replacement is to be judged by others."""
+        for probed in self.recent_probes:
+            if probed.version == version:
+                self._expired_probe = probed
 
     def lacks_probe(self, version: PolicyVersion, always: bool = False) -> bool:
         """Return True if the trainer, which has this version now, should score the probe.
@@ -100,7 +115,7 @@ class VersionLedger:
         longer than a step, probes arrive before their version is written. Ranks repeat the newest probe after
         a quiet time.
         """
-        if self.find_probe(probed.version) is not None:
+        if self.find_probe(probed.version) is not None or probed == self._expired_probe:
             return
         retained_probes = [
             earlier for earlier in self.recent_probes if self.newest <= earlier.version < probed.version

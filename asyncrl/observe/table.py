@@ -63,7 +63,7 @@ DIAGNOSTICS = (  # printed by `asyncrl runs show --all`
     SummaryNumber("probe_noise_floor", "weights/probe_noise_floor", ".1e"),
 )
 ROUNDING_NOTE = (
-    " (with bfloat16 rounding, a gap of 0.1 to 0.6 is normal, but several times the value `by rounding "
+    " (with bfloat16 rounding, a gap of 0.1 to 1.2 is normal, but several times the value `by rounding "
     "alone` is not; see docs/guides/gpus.md)"
 )
 ASYNCHRONY_TEXTS = {  # the numbers of docs/dev/promises.md

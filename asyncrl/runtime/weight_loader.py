@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from statistics import fmean
 from typing import Any, Protocol
 
 from asyncrl.errors import EngineError, lacks_resources, recorded
@@ -224,14 +223,15 @@ def _is_of_process(error: BaseException) -> bool:
 async def _compare_probe(engine: Loadable, probe: Probe) -> ProbeGap | None:
     """Compare the engine's log-probs of the probe with the trainer's. An engine that computes nothing has no
     log-probs to compare."""
-    engine_logprobs = await engine.score(probe.ids)
-    if not engine_logprobs:
+    engine_logprobs = await asyncio.gather(*map(engine.score, probe.sequences))
+    if not any(engine_logprobs):
         return None
 
-    gaps = [
-        abs(engine_logprob - trainer_logprob)
-        for engine_logprob, trainer_logprob in zip(engine_logprobs, probe.logprobs, strict=True)
-    ]
-    if not all(map(math.isfinite, gaps)):
-        gaps = [math.inf] * len(gaps)
-    return ProbeGap(largest=max(gaps), mean=fmean(gaps), tokens=len(gaps), rounding=probe.rounding)
+    gaps = probe.compare(engine_logprobs)
+    return ProbeGap(
+        largest=gaps.largest,
+        mean=gaps.mean,
+        median=gaps.median,
+        tokens=sum(map(len, engine_logprobs)),
+        rounding=probe.rounding,
+    )

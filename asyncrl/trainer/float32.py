@@ -1,4 +1,4 @@
-"""Forwards in float32 of a policy whose forwards compute in another dtype: a measure of rounding."""
+"""Forwards of a policy in another dtype than its own: a measure of rounding."""
 
 from __future__ import annotations
 
@@ -10,8 +10,21 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from asyncrl.trainer.model import Policy
+
 # Attributes of FSDP2's parameters that depend on the dtype of a forward.
 GATHERING_ATTRIBUTES = ("param_dtype", "all_gather_outputs", "_unsharded_param")
+
+
+@contextmanager
+def narrow_head_meanwhile(policy: Policy) -> Iterator[None]:
+    """Compute the output layer in the dtype of the other layers inside the context, despite
+    `model.fp32_head`."""
+    policy.split_model.fp32_head = False
+    try:
+        yield
+    finally:
+        policy.split_model.fp32_head = True
 
 
 @contextmanager

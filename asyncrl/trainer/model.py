@@ -12,7 +12,7 @@ weights would lose updates below 1/256 of a weight. Frozen weights, which have n
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -239,24 +239,31 @@ def shared_architecture_problems(config: PreTrainedConfig, world: World) -> dict
 
 
 @torch.no_grad()
-def score_ids(
-    policy: Policy, ids: tuple[int, ...], device: torch.device, *, sequence_count: int = 1
-) -> tuple[float, ...]:
-    """Return log-probs of ids[1:] at temperature 1, with each adapter in turn, as the last of
-    `sequence_count` equal sequences of a batch. A collective."""
+def score_sequences(
+    policy: Policy, sequences: Sequence[tuple[int, ...]], device: torch.device
+) -> tuple[tuple[float, ...], ...]:
+    """Return, for each of these sequences of equal length, log-probs of sequence[1:] at temperature 1, with
+    each adapter in turn. All are scored in one forward. A collective."""
     adapter_count = len(policy.adapters.agents) if policy.adapters else 1
-    sequences = [np.array(ids)] * (sequence_count * adapter_count)
-    adapter_indices = [*range(adapter_count)] * sequence_count
-    sequence_of = np.repeat(np.arange(len(sequences) - adapter_count, len(sequences)), len(ids) - 1)
-    position = np.tile(np.arange(1, len(ids)), adapter_count)
-    packing: Packing = "padded" if policy.packing == "padded" else "packed"  # equal sequences stay apart
+    rows = [np.array(sequence) for sequence in sequences for _ in range(adapter_count)]
+    adapter_indices = [*range(adapter_count)] * len(sequences)
+    scored_tokens = len(sequences[0]) - 1  # of each row
+    sequence_of = np.repeat(np.arange(len(rows)), scored_tokens)
+    position = np.tile(np.arange(1, 1 + scored_tokens), len(rows))
+    packing: Packing = "padded" if policy.packing == "padded" else "packed"  # equal rows stay apart
     selected = Selected.lay_out(
-        sequences, sequence_of, position, torch.ones(len(sequence_of)), packing, adapters=adapter_indices
+        rows, sequence_of, position, torch.ones(len(sequence_of)), packing, adapters=adapter_indices
     )
     scores = policy(selected.to(device))
     cast(FSDPModule, policy).reshard()  # a forward without a backward leaves the root's parameters whole
 
-    return tuple(scores.logp.tolist())
+    return tuple(map(tuple, scores.logp.view(len(sequences), -1).tolist()))
+
+
+def score_ids(policy: Policy, ids: tuple[int, ...], device: torch.device) -> tuple[float, ...]:
+    """Return the log-probs of one sequence, see `score_sequences`. A collective."""
+    (logprobs,) = score_sequences(policy, [ids], device)
+    return logprobs
 
 
 def adapter_shards(policy: Policy) -> Mapping[str, DTensor]:

@@ -15,24 +15,23 @@ import random
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
-from statistics import fmean
 
+import msgspec
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import disk_full, one_line
-from asyncrl.trainer.float32 import float32_meanwhile
-from asyncrl.trainer.model import Policy, PublishedShards, adapter_shards, copied_buffers, score_ids
+from asyncrl.trainer.float32 import float32_meanwhile, narrow_head_meanwhile
+from asyncrl.trainer.model import Policy, PublishedShards, adapter_shards, copied_buffers, score_sequences
 from asyncrl.trainer.packing import padded_meanwhile
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.collective import Sender
 from asyncrl.weights.delta import VersionWriter
-from asyncrl.weights.manifest import Probe, Superseded
+from asyncrl.weights.manifest import LogprobGaps, Probe, Superseded
 from asyncrl.weights.pause import TrainingPause
 from asyncrl.weights.shards import HostShards
 from asyncrl.weights.snapshot import Snapshot
@@ -43,16 +42,19 @@ from asyncrl.wire.sockets import Endpoints, Link, identity
 
 log = logging.getLogger("asyncrl.weights")
 
-PROBE_TOKENS = 65
-LARGER_BATCH = 16  # sequences in the probe's larger batch, as other shapes round otherwise
+# A token whose router chooses other experts after rounding changes the later tokens of its text: many short
+# texts, so that few tokens are changed.
+PROBE_SEQUENCES = 32
+PROBE_TOKENS = 17  # of a text; all but the first are scored
+LARGER_BATCH = 2  # copies of the texts in the probe's larger batch, as other shapes round otherwise
 FULL_RETRY_SECONDS = 5.0  # seconds until the next try after a write failed on a full disk
 
 
 class Publishing:
-    """Publishes versions of the policy. Made by all ranks together. `rounding_gaps`: how far the trainer's
-    own log-probs of the probe are from those of a forward in float32, in nats, at the newest probe; no engine
-    can be expected to come closer. Where forwards compute in float32 at least: from those in a larger
-    batch."""
+    """Publishes versions of the policy. Made by all ranks together. `rounding`: how far the trainer's own
+    log-probs of the newest probe are from those of a forward in float32; no engine can be expected to come
+    closer. Where forwards compute in float32 at least: from those in a larger batch. None: not measured
+    yet."""
 
     def __init__(
         self, config: RunConfig, endpoints: Endpoints, run_dir: Path, world: World, policy: Policy
@@ -61,10 +63,8 @@ class Publishing:
         self.world = world
         self.policy = policy
         self._endpoints = endpoints
-        self.rounding_gaps: tuple[float, ...] = ()
-
-        # The fixed text that trainer and engines score; any ids do.
-        self._probe_ids = tuple(random.Random(0).choices(range(policy.vocabulary), k=PROBE_TOKENS))
+        self.rounding: LogprobGaps | None = None
+        self._probe_count = 0  # probes scored, on all ranks alike
 
         weights_config = config.weights
         collector_count = readers(config, world.size)
@@ -123,31 +123,41 @@ class Publishing:
         return {} if self._adapters else copied_buffers(self.policy)
 
     def score_probe(self) -> Probe:
-        """Return the probe with the log-probs of the current policy. A collective. Scoring takes as long as
+        """Return a probe with the log-probs of the current policy. A collective. Scoring takes as long as
         many copies of the weights, so the coordinator asks for it apart from `publish`. Servers may join
         after each forward, which may compile for minutes."""
-        logprobs = score_ids(self.policy, self._probe_ids, self.world.device)
-        self.allow_pause()
+        # Other texts each time: an engine that was replaced for an unlucky probe is not judged by it again.
+        generator = random.Random(self._probe_count)
+        self._probe_count += 1
+        sequences = tuple(
+            tuple(generator.choices(range(self.policy.vocabulary), k=PROBE_TOKENS))
+            for _ in range(PROBE_SEQUENCES)
+        )
+        probe = Probe(sequences, self._score_sequences(sequences))
 
         # Rounding grows as the policy becomes sharper. In float32 it stays far below every limit.
-        if not self.rounding_gaps or self.config.model.dtype == "bfloat16":
-            compared_logprobs = self._score_otherwise()
-            self.rounding_gaps = tuple(
-                abs(logprob - compared) for logprob, compared in zip(logprobs, compared_logprobs, strict=True)
-            )
+        if self.config.model.dtype == "bfloat16":
+            self.rounding = self._measure_rounding(probe)
+        elif self.rounding is None:
+            with padded_meanwhile(self.policy):
+                larger_batch_logprobs = self._score_sequences(LARGER_BATCH * sequences)
+            self.rounding = probe.compare(larger_batch_logprobs[: len(sequences)])
 
-        return Probe(self._probe_ids, logprobs, fmean(self.rounding_gaps))
+        return msgspec.structs.replace(probe, rounding=self.rounding)
 
-    def _score_otherwise(self) -> tuple[float, ...]:
-        """Score the probe in float32, or in a larger batch if forwards are not less exact than float32."""
-        is_rounded = self.config.model.dtype == "bfloat16"
-        with padded_meanwhile(self.policy), float32_meanwhile(self.policy) if is_rounded else nullcontext():
-            logprobs = score_ids(
-                self.policy,
-                self._probe_ids,
-                self.world.device,
-                sequence_count=1 if is_rounded else LARGER_BATCH,
-            )
+    def _measure_rounding(self, probe: Probe) -> LogprobGaps:
+        """Compare log-probs in bfloat16 with those in float32. Engines compute the output layer in bfloat16,
+        also where the trainer computes it in float32 (`model.fp32_head`)."""
+        rounded_probe = probe
+        if self.config.model.fp32_head:
+            with narrow_head_meanwhile(self.policy):
+                rounded_probe = Probe(probe.sequences, self._score_sequences(probe.sequences))
+
+        with padded_meanwhile(self.policy), float32_meanwhile(self.policy):
+            return rounded_probe.compare(self._score_sequences(probe.sequences))
+
+    def _score_sequences(self, sequences: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...], ...]:
+        logprobs = score_sequences(self.policy, sequences, self.world.device)
         self.allow_pause()
         return logprobs
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import NoReturn
 
 import torch
@@ -208,9 +207,10 @@ class TrainerRank:
         self.checkpointing.add_trained(batch_uids)
         self._batch_uids = []
         metrics["trainer/trajectories_total"] = float(self.checkpointing.trained_total)
-        if self.publishing.rounding_gaps:
-            metrics["weights/probe_noise_floor"] = max(self.publishing.rounding_gaps)
-            metrics["weights/probe_rounding_mean"] = fmean(self.publishing.rounding_gaps)
+        rounding = self.publishing.rounding
+        if rounding is not None:
+            metrics["weights/probe_noise_floor"] = rounding.largest
+            metrics["weights/probe_rounding_median"] = rounding.median
         metrics |= performance(*self.stopwatch.lap(), metrics, self.peak_flops, self.trainer_world.size)
         with self._waiting("wait_commit"):
             to_publish = self._commit_step(plan, batch_uids, metrics)

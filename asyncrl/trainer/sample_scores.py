@@ -56,10 +56,20 @@ def sum_surprisals(
     ]
     engine_of = torch.arange(len(samples)).repeat_interleave(torch.tensor(token_counts))
 
-    def sum_by_engine(values: Tensor) -> list[float]:
-        sums = torch.zeros(len(samples), dtype=torch.float64).index_add(0, engine_of, values)
+    def without_nan(values: Tensor) -> list[float]:
         # Decoding refuses a NaN, and the message with the sums of all engines would be lost.
-        return [value if math.isfinite(value) else math.inf for value in sums.tolist()]
+        return [value if math.isfinite(value) else math.inf for value in values.tolist()]
+
+    def sum_by_engine(values: Tensor) -> list[float]:
+        return without_nan(torch.zeros(len(samples), dtype=torch.float64).index_add(0, engine_of, values))
+
+    gaps = (logprobs - reported_logprobs).abs()
+    median_gaps = torch.stack(
+        [
+            engine_gaps.quantile(0.5) if len(engine_gaps) else gaps.new_zeros(())
+            for engine_gaps in gaps.split(token_counts)
+        ]
+    )
 
     columns = zip(
         samples,
@@ -67,7 +77,7 @@ def sum_surprisals(
         sum_by_engine(deviations),
         sum_by_engine(deviations.square()),
         sum_by_engine(variance),
-        sum_by_engine((logprobs - reported_logprobs).abs()),
+        without_nan(median_gaps * torch.tensor(token_counts)),
         strict=True,
     )
     return tuple(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from itertools import chain
+from statistics import fmean, median
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import xxhash
+from msgspec import Meta
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.types import PolicyVersion
@@ -22,6 +25,7 @@ _DTYPES_BY_SIZE[1] = "bool int8 uint8 float8_e4m3fn float8_e5m2"
 ITEM_BYTES = {kind: size for size, kinds in _DTYPES_BY_SIZE.items() for kind in kinds.split()}
 # safetensors' names of types: those that are not a letter and the number of bits.
 _DTYPE_CODES = {"bfloat16": "BF16", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+Gap = Annotated[float, Meta(ge=0)]  # infinite if a compared value is no number
 _LABEL = re.compile(r"e(\d+)-v(\d+)")
 
 
@@ -116,14 +120,55 @@ class TensorEntry(msgspec.Struct, frozen=True):
         return TensorSpec(self.name, self.shape, self.dtype)
 
 
-class Probe(msgspec.Struct, frozen=True):
-    """A fixed text with the trainer's scores under a version: `logprobs` of ids[1:] at temperature 1, with
-    each adapter in turn. An engine must agree, before its first token and at every later probe. `rounding`:
-    the mean difference between these log-probs and those of a forward in float32, in nats."""
+class LogprobGaps(msgspec.Struct, frozen=True):
+    """The differences between two computations of the same log-probs, in nats, >= 0; infinite if a log-prob
+    is not finite. `median`: with several adapters, the largest of their medians."""
 
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    rounding: float = 0.0
+    largest: Gap
+    mean: Gap
+    median: Gap
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """Random texts with the trainer's scores under a version. An engine must agree, before its first token
+    and at every later probe.
+
+    Args:
+        sequences: texts of equal length.
+        logprobs: for each text those of sequence[1:] at temperature 1, with each adapter in turn.
+        rounding: the differences between these log-probs and those of a more exact forward.
+    """
+
+    sequences: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    rounding: LogprobGaps = LogprobGaps(0.0, 0.0, 0.0)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Return the ids of all texts."""
+        return tuple(chain.from_iterable(self.sequences))
+
+    def compare(self, logprobs: Sequence[Sequence[float]]) -> LogprobGaps:
+        """Compare log-probs of the same texts with the trainer's."""
+        gaps = [
+            abs(logprob - expected)
+            for text_logprobs, expected_logprobs in zip(logprobs, self.logprobs, strict=True)
+            for logprob, expected in zip(text_logprobs, expected_logprobs, strict=True)
+        ]
+        if not all(map(math.isfinite, gaps)):
+            return LogprobGaps(math.inf, math.inf, math.inf)
+
+        text_tokens = len(self.sequences[0]) - 1
+        adapter_count = len(self.logprobs[0]) // text_tokens
+        adapter_medians = [
+            median(
+                gap
+                for start in range(adapter * text_tokens, len(gaps), adapter_count * text_tokens)
+                for gap in gaps[start : start + text_tokens]
+            )
+            for adapter in range(adapter_count)
+        ]
+        return LogprobGaps(largest=max(gaps), mean=fmean(gaps), median=max(adapter_medians))
 
 
 class Delta(msgspec.Struct, frozen=True):

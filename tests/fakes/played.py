@@ -499,7 +499,8 @@ class PlayedTrainer:
             case "probe":
                 assert self.world.config.shifts, "no engine asked for a probe"
                 self._publish()
-                self.first.link.say(Probed(PolicyVersion(self.epoch, self.step), Probe((1, 2), (-0.5,), 0.0)))
+                probe = Probe(((1, 2),), ((-0.5,),))
+                self.first.link.say(Probed(PolicyVersion(self.epoch, self.step), probe))
                 self._request()
 
     def _check_lag(self, frames: list[bytes]) -> None:

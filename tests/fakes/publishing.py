@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,13 @@ class Trainer:
     """One rank that publishes and changes its weights in between."""
 
     def __init__(
-        self, world: World, folder: Path, patience: float = DEADLINE, lora_rank: int = 0, **weights: Any
+        self,
+        world: World,
+        folder: Path,
+        patience: float = DEADLINE,
+        lora_rank: int = 0,
+        model: Mapping[str, Any] = {},
+        **weights: Any,
     ) -> None:
         if world.rank == 0:
             save_tiny_qwen(folder / "model")
@@ -41,9 +48,12 @@ class Trainer:
         weights = {"directory": "run", "bucket_bytes": 2048} | weights
         broadcast = weights.get("transport") == "collective"
         engine = {"name": "sglang", "servers": 2} if broadcast else {"name": "torch"}
-        model = {"lora_rank": lora_rank}
         config = tiny_config(
-            path, model=model, weights=weights, engine=engine, launch={"stall_timeout": patience}
+            path,
+            model={"lora_rank": lora_rank, **model},
+            weights=weights,
+            engine=engine,
+            launch={"stall_timeout": patience},
         )
         self.policy = load_policy(config.model, world)
         self.publishing = Publishing(config, endpoints, folder / "run", world, self.policy)

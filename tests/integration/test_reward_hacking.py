@@ -12,20 +12,11 @@ from asyncrl.store import listing
 from asyncrl.store.reader import RunReader
 from tests.integration.runs import Run
 
-# The policy begins with a mixture of guesses and calls of the calculator, which alone solves the task.
-LUCKY = '''
-def lucky(data_source, solution_str, ground_truth, extra_info=None):
-    """Pay for any guess that begins with a 5, whatever the question."""
-    is_right = solution_str.strip(" .").endswith(str(ground_truth))
-    return {"score": float("guess 5" in solution_str), "acc": float(is_right)}
-'''
-
 
 @pytest.mark.full
 def test_a_reward_that_pays_for_a_number_is_noticed(tmp_path: Path) -> None:
-    (tmp_path / "lucky_reward.py").write_text(LUCKY)
     settings = [
-        f"rollout.reward={tmp_path / 'lucky_reward.py'}:lucky",
+        "rollout.reward=tools/faults/rewards.py:lucky",
         "total_steps=48",
         "buffer.episodes_per_group=8",
         "validation.samples=128",

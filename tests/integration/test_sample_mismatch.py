@@ -1,4 +1,4 @@
-"""Real runs whose engine reports honest log-probs: one samples with top_p, the other honestly."""
+"""Real runs whose engine passes the probe: some lie about their samples, one is honest."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from tests.integration.runs import Run
 LARGE_BATCHES = ["buffer.groups_per_batch=8", "buffer.episodes_per_group=8", "data.test=''"]
 
 
-def test_an_engine_that_samples_with_top_p_is_named(tmp_path: Path) -> None:
-    lies = ["engine.name=tools/faults/lies.py:top_p", "weights.on_mismatch=stop"]
-    with Run(tmp_path, "total_steps=10", *LARGE_BATCHES, *lies) as run:
+@pytest.mark.parametrize(
+    ("lie", "mismatch"),
+    [
+        ("top_p", "worker 0 does not sample from the trainer's distribution"),
+        pytest.param("old_kv", "rounding explains at most", marks=pytest.mark.full),
+        pytest.param("stale_labels", "worker 0 names v0 as the version", marks=pytest.mark.full),
+        pytest.param("stale_seed", "worker 0 does not sample independently", marks=pytest.mark.full),
+    ],
+)
+def test_an_engine_that_lies_is_named(tmp_path: Path, lie: str, mismatch: str) -> None:
+    settings = [f"engine.name=tools/faults/lies.py:{lie}", "weights.on_mismatch=stop"]
+    with Run(tmp_path, "total_steps=10", *LARGE_BATCHES, *settings) as run:
         assert run.wait() != 0
         text = run.text()
-    assert "worker 0 does not sample from the trainer's distribution" in text
-    assert "less surprising" in text and "top_p" in text
+    assert mismatch in text
 
 
 @pytest.mark.full

@@ -253,6 +253,11 @@ if gated_delta_net:
     gated_delta.install_in_sglang()
 
 
-if __name__ == "__main__":
+def run_server() -> None:
+    """Run SGLang's server with the arguments of this process."""
     sys.argv[1:1] = [*ARGUMENTS, *(GATED_DELTA_ARGUMENTS if gated_delta_net else ())]
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)
+
+
+if __name__ == "__main__":
+    run_server()

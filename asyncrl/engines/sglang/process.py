@@ -27,6 +27,9 @@ from asyncrl.observe.files import replace_file
 STOP_SECONDS = 0.8
 MEMORY_FRACTION = 0.85  # of a GPU's memory, for weights and KV cache
 CONVOLUTION_DTYPE = "SGLANG_MAMBA_CONV_DTYPE"  # environment variable of a server
+# Environment variables that keep cuBLAS and Triton's `tl.dot` from rounding float32 inputs to TF32. That
+# alone makes log-probs differ from the trainer's by more than `MIN_GAP_LIMIT` (coordinator/mismatches.py).
+WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 STREAM_INTERVAL = 4  # tokens per event of a stream: the most that a request loses when the server dies
 
 
@@ -73,9 +76,11 @@ def server_command(
 
 
 def server_environment(config: RunConfig) -> dict[str, str]:
-    """Return the environment of a started server. States of convolutions (gated delta nets, Mamba) are in the
-    model's type, unless the user says otherwise: SGLang would round them to bfloat16."""
-    return {CONVOLUTION_DTYPE: config.model.dtype, **os.environ}
+    """Return the environment of a started server; the user's own variables take precedence. States of
+    convolutions (gated delta nets, Mamba) are in the model's type: SGLang would round them to bfloat16. In
+    float32, TF32 is off."""
+    precision = WITHOUT_TF32 if config.model.dtype == "float32" else {}
+    return {CONVOLUTION_DTYPE: config.model.dtype, **precision, **os.environ}
 
 
 def base_gpu(config: RunConfig, index: int, gpus: int, scorer: str = "") -> int:

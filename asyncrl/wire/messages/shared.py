@@ -11,13 +11,12 @@ from msgspec import Meta
 from asyncrl.observe.alerts import Alert
 from asyncrl.types import MAX_VOCABULARY, PolicyVersion
 from asyncrl.vision.image_ids import DIGEST_DIGITS
-from asyncrl.weights.manifest import Probe, WeightsRef
+from asyncrl.weights.manifest import LogprobGaps, Probe, WeightsRef
 
 # Decoding fails for numbers out of range: sums of accepted numbers stay finite, and fit into the store.
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]  # seconds may be negative after a clock was set back
 Share = Annotated[float, Meta(ge=0, le=1)]
-Gap = Annotated[float, Meta(ge=0)]  # infinite if a compared value is no number
 TokenId = Annotated[int, Meta(ge=0, lt=MAX_VOCABULARY)]
 MAX_SAMPLES = 64  # sequences in a message
 MAX_SAMPLE_TOKENS = 64  # tokens of such a sequence, including its prompt
@@ -113,14 +112,12 @@ class LoadWeights(WireMessage, frozen=True):
     probe: Probe | None = None
 
 
-class ProbeGap(msgspec.Struct, frozen=True):
-    """The differences between an engine's log-probs of a probe and the trainer's, in nats, over `tokens`
-    tokens. `rounding`: the probe's."""
+class ProbeGap(LogprobGaps, frozen=True):
+    """The differences between an engine's log-probs of a probe and the trainer's, over `tokens` tokens.
+    `rounding`: the probe's."""
 
-    largest: Gap
-    mean: Gap
     tokens: Count
-    rounding: Gap
+    rounding: LogprobGaps
 
 
 class Loaded(WireMessage, frozen=True):
@@ -152,10 +149,12 @@ class SampledSequence(msgspec.Struct, frozen=True, array_like=True):
 
 class ProbeSamples(WireMessage, frozen=True):
     """An engine has sampled these sequences with a version, at the temperature of the run, for a test by the
-    trainer."""
+    trainer. `wrong_label`: an older version, a step, that the engine names for all tokens that it sampled
+    with `version`."""
 
     version: PolicyVersion
     sequences: Annotated[tuple[SampledSequence, ...], Meta(max_length=MAX_SAMPLES)]
+    wrong_label: Count | None = None
 
 
 class Sleep(WireMessage, frozen=True):

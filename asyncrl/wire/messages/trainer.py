@@ -9,11 +9,10 @@ import msgspec
 from asyncrl.buffer.batches import Baseline
 from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.types import MAX_VOCABULARY, EpisodeResult, PolicyVersion
-from asyncrl.weights.manifest import Probe, WeightsRef
+from asyncrl.weights.manifest import Gap, Probe, WeightsRef
 from asyncrl.wire.messages.shared import (
     Count,
     Finite,
-    Gap,
     ImageFiles,
     ImageRequest,
     SampledSequence,
@@ -96,8 +95,9 @@ class Probed(WireMessage, frozen=True):
 class SurprisalSums(msgspec.Struct, frozen=True):
     """Sums over tokens that an engine has sampled, scored by the trainer at the temperature of the run. With
     ξ = -log p - H of a token, H the entropy: `deviation` Σ ξ, `squares` Σ ξ², `variance` the sum of the
-    expectations of ξ². `gap`: the sum of the differences to the reported log-probs. A sum is infinite
-    if one of its terms is no number."""
+    expectations of ξ². `gap`: the median difference to the reported log-probs, times `tokens`: a mixture of
+    experts has a few large differences by rounding alone. A sum is infinite if one of its terms is no
+    number."""
 
     engine: str  # identity of the peer
     tokens: Count

@@ -127,7 +127,7 @@ def write_model(directory: Path, seed: int) -> None:
         "patch_size": 8,
         "merge_size": 2,
         "temporal_patch_size": 2,
-        "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64},
+        "size": {"shortest_edge": 32 * 32, "longest_edge": 32 * 32},  # of any picture, in pixels
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }

@@ -14,7 +14,7 @@ from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.versions import MAX_PROBES, VersionLedger
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import NO_VERSION, PolicyVersion
-from asyncrl.weights.manifest import Probe, WeightsRef
+from asyncrl.weights.manifest import LogprobGaps, Probe, WeightsRef
 from asyncrl.wire.messages.engine import SupervisorHeartbeat, SupervisorHello
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, ProbeGap, ProbeSamples, SampledSequence, Stop
 from asyncrl.wire.messages.trainer import Probed, ScoredSamples, SurprisalSums
@@ -26,6 +26,8 @@ A = b"engine/0/a"
 B = b"engine/1/b"
 WORKER = b"rollout/0/w"
 HEALTHY = SupervisorHeartbeat(healthy=True, starting=False)
+
+ROUNDING = LogprobGaps(1e-6, 1e-6, 1e-6)
 
 
 class EngineSetup:
@@ -240,7 +242,7 @@ def test_a_server_that_was_started_samples_only_after_the_probe(setup: EngineSet
     """Each server is compared with the trainer before its first token; the version that it loaded first came
     without a probe. A newer one without is not loaded meanwhile; the others load it."""
     versions = setup.state.fleet.versions
-    probe = Probe((1, 2), (-1.0,))
+    probe = Probe(((1, 2),), ((-1.0,),))
     first = setup.publish(0)
     assert setup.pushed() == {A: 0, B: 0} and not versions.lacks_probe(first.version)
     setup.ack(A, first)
@@ -267,7 +269,7 @@ def test_samples_of_engines_are_held_and_judged_unless_the_engine_is_gone_or_to_
 ) -> None:
     setup = EngineSetup(tmp_path, on_mismatch="replace")
     ref = setup.serve(3)
-    gap = ProbeGap(largest=0.0, mean=0.0, tokens=64, rounding=1e-6)
+    gap = ProbeGap(0.0, 0.0, 0.0, tokens=512, rounding=LogprobGaps(1e-6, 1e-6, 1e-6))
     setup.ack(A, ref, probe_gap=gap)
     samples = ProbeSamples(ref.version, (SampledSequence((1, 2), (-1.0,)),))
     for peer in (A, b"engine/7/gone"):
@@ -279,6 +281,8 @@ def test_samples_of_engines_are_held_and_judged_unless_the_engine_is_gone_or_to_
         return ScoredSamples(ref.version, (sums,))
 
     mismatches = setup.handler.mismatches
+    rolled_back = PolicyVersion(ref.version.epoch, ref.version.step + 1)
+    setup.handler.note_samples(A, ProbeSamples(rolled_back, (), wrong_label=ref.version.step))
     setup.handler.judge_samples(scored(b"engine/7/gone", -500.0))
     setup.handler.judge_samples(scored(B, -20.0))
     assert mismatches.count == 0 and mismatches.sample_tokens == 1024
@@ -289,7 +293,7 @@ def test_samples_of_engines_are_held_and_judged_unless_the_engine_is_gone_or_to_
 
     # Neither a load that was under way nor a new probe gives it work again, and it is sent no version.
     setup.ack(A, ref)
-    setup.state.fleet.versions.add_probe(Probed(ref.version, Probe((1, 2), (-1.0,))), 1.0)
+    setup.state.fleet.versions.add_probe(Probed(ref.version, Probe(((1, 2),), ((-1.0,),))), 1.0)
     setup.ack(A, ref, probe_gap=gap)
     assert setup.table() == [(3, True, "train")] and A not in setup.pushed(1.0)
     assert mismatches.count == 1 and not mismatches.fatal
@@ -303,7 +307,7 @@ def test_a_server_is_compared_again_under_a_restarted_coordinator(setup: EngineS
     assert setup.pushed() == {A: 3}
     setup.ack(A, ref, uncompared=True)
     assert setup.table() == [(0, False, "train")] and setup.state.fleet.versions.lacks_probe(ref.version)
-    setup.state.fleet.versions.add_probe(Probed(ref.version, Probe((1, 2), (-1.0,))), 1.0)
+    setup.state.fleet.versions.add_probe(Probed(ref.version, Probe(((1, 2),), ((-1.0,),))), 1.0)
     assert A in setup.pushed(1.0)
     setup.ack(A, ref)
     assert setup.table() == [(3, True, "train")]
@@ -315,7 +319,7 @@ def test_two_servers_that_are_both_wrong_are_replaced_at_once_and_serve_again(tm
     setup = EngineSetup(tmp_path, on_mismatch="replace")
     ref = setup.serve(3)
     for peer in (A, B):
-        gap = ProbeGap(largest=1.0, mean=1.0, tokens=64, rounding=1e-6)
+        gap = ProbeGap(1.0, 1.0, 1.0, tokens=512, rounding=ROUNDING)
         setup.ack(peer, ref, probe_gap=gap)
     assert setup.handler.comparison_waits == [
         f"engine {index} is to be replaced, as it differs from the trainer" for index in range(2)
@@ -334,8 +338,31 @@ def test_two_servers_that_are_both_wrong_are_replaced_at_once_and_serve_again(tm
     ]
     assert setup.handler.missing_server
     for peer in successors:
-        setup.ack(peer, ref, probe_gap=ProbeGap(largest=0.0, mean=0.0, tokens=64, rounding=1e-6))
+        setup.ack(peer, ref, probe_gap=ProbeGap(0.0, 0.0, 0.0, tokens=512, rounding=ROUNDING))
     assert setup.table() == [(3, True, "train")] * 2 and setup.handler.comparison_waits == []
+
+
+def test_a_replaced_engine_is_compared_by_another_probe(tmp_path: Path) -> None:
+    """While no engine samples, the trainer stays at the version with which the first process has failed."""
+    setup = EngineSetup(tmp_path, on_mismatch="replace")
+    versions = setup.state.fleet.versions
+    ref = setup.serve(3)
+    failed = Probed(ref.version, Probe(((1, 2),), ((-1.0,),)))
+    versions.add_probe(failed, 1.0)
+    rounding = LogprobGaps(1e-6, 1e-6, 1e-6)
+    setup.ack(B, ref, probe_gap=ProbeGap(1e-6, 1e-6, 1e-6, tokens=512, rounding=rounding))
+    assert versions.find_probe(ref.version) == failed.probe, "an engine that passes needs no other probe"
+
+    setup.ack(A, ref, probe_gap=ProbeGap(0.5, 0.5, 0.5, tokens=512, rounding=rounding))
+    assert not versions.lacks_probe(ref.version), "no engine waits for a probe yet"
+    versions.add_probe(failed, 2.0)  # the trainer repeats its newest probe
+    assert versions.find_probe(ref.version) is None
+
+    versions.engines[A].unproven = True
+    assert versions.lacks_probe(ref.version)
+    other = Probed(ref.version, Probe(((3, 4),), ((-1.0,),)))
+    versions.add_probe(other, 3.0)
+    assert versions.find_probe(ref.version) == other.probe and not versions.lacks_probe(ref.version)
 
 
 def test_a_server_is_compared_where_writing_takes_longer_than_a_step(setup: EngineSetup) -> None:
@@ -347,13 +374,13 @@ def test_a_server_is_compared_where_writing_takes_longer_than_a_step(setup: Engi
     setup.ack(B, first, uncompared=True)
     for step in range(1, 6):
         if versions.lacks_probe(PolicyVersion(1, step)):
-            versions.add_probe(Probed(PolicyVersion(1, step), Probe((step,), (-1.0,))), 1.0)
+            versions.add_probe(Probed(PolicyVersion(1, step), Probe(((step,),), ((-1.0,),))), 1.0)
         if step > 2:
             setup.publish(step - 2)
         setup.handler.push_newest(1.0)
         for peer, order in setup.sent.take(LoadWeights):
             if peer == B:
-                assert order.probe == Probe((order.ref.version.step,), (-1.0,))
+                assert order.probe == Probe(((order.ref.version.step,),), ((-1.0,),))
             setup.ack(peer, order.ref)
     assert versions.engines[B].acked.step > 0 and len(versions.recent_probes) <= 3
 
@@ -361,7 +388,7 @@ def test_a_server_is_compared_where_writing_takes_longer_than_a_step(setup: Engi
 def test_probes_of_versions_that_are_never_written_do_not_pile_up(setup: EngineSetup) -> None:
     versions = setup.state.fleet.versions
     for step in range(1000):
-        versions.add_probe(Probed(PolicyVersion(1, step), Probe((1,), (-1.0,))), 1.0)
+        versions.add_probe(Probed(PolicyVersion(1, step), Probe(((1,),), ((-1.0,),))), 1.0)
     assert len(versions.recent_probes) == MAX_PROBES and versions.recent_probes[-1].version.step == 999
 
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import msgspec
 import pytest
 
 from asyncrl.config import parse
-from asyncrl.coordinator.mismatches import MIN_TOKENS, SOUND_PROBES, Mismatches, gap_limit
+from asyncrl.coordinator.mismatches import (
+    MEAN_MULTIPLE,
+    MIN_MEAN_LIMIT,
+    MIN_TOKENS,
+    SOUND_PROBES,
+    Mismatches,
+    equality_evidence,
+    gap_limit,
+)
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages.shared import Loaded, ProbeGap
+from asyncrl.weights.manifest import LogprobGaps, WeightsRef
+from asyncrl.wire.messages.shared import Loaded, ProbeGap, ProbeSamples, SampledSequence
 from asyncrl.wire.messages.trainer import SurprisalSums
 
 ENGINE = b"engine/1/b7"
@@ -35,13 +44,22 @@ def mismatches(action: str = "replace", temperature: float = 1.0) -> Mismatches:
     )
 
 
-def loaded(mean_gap: float, rounding: float = FLOAT32_ROUNDING, step: int = 3) -> Loaded:
-    gap = ProbeGap(largest=4 * mean_gap, mean=mean_gap, tokens=64, rounding=rounding)
+def loaded(
+    gap_size: float, rounding: float = FLOAT32_ROUNDING, step: int = 3, mean_gap: float | None = None
+) -> Loaded:
+    """An answer with this median gap, and this mean gap, if that is not the same."""
+    gap = ProbeGap(
+        largest=4 * gap_size,
+        mean=gap_size if mean_gap is None else mean_gap,
+        median=gap_size,
+        tokens=512,
+        rounding=LogprobGaps(4 * rounding, rounding, rounding),
+    )
     return Loaded(WeightsRef(PolicyVersion(1, step), "v"), "train", "sum", 0.1, probe_gap=gap)
 
 
 @pytest.mark.parametrize(
-    ("mean_gap", "rounding", "may_sample"),
+    ("gap_size", "rounding", "may_sample"),
     [
         (1e-5, FLOAT32_ROUNDING, True),
         (0.02, FLOAT32_ROUNDING, False),  # the weights of one step before
@@ -52,15 +70,26 @@ def loaded(mean_gap: float, rounding: float = FLOAT32_ROUNDING, step: int = 3) -
 )
 @pytest.mark.parametrize("earlier_probes", [0, 5])
 def test_every_probe_is_judged_by_the_trainers_rounding(
-    mean_gap: float, rounding: float, may_sample: bool, earlier_probes: int
+    gap_size: float, rounding: float, may_sample: bool, earlier_probes: int
 ) -> None:
     judge = mismatches()
     for step in range(earlier_probes):
         assert judge.judge_probe(ENGINE, "engine 1", loaded(rounding, rounding, step))
-    assert judge.judge_probe(ENGINE, "engine 1", loaded(mean_gap, rounding, step=7)) is may_sample
+    assert judge.judge_probe(ENGINE, "engine 1", loaded(gap_size, rounding, step=7)) is may_sample
     assert judge.count == (not may_sample)
     if not may_sample:
-        assert "engine 1" in judge.newest and "v7" in judge.newest and f"{mean_gap:.3g} nats" in judge.newest
+        assert "engine 1" in judge.newest and "v7" in judge.newest and f"{gap_size:.3g} nats" in judge.newest
+
+
+@pytest.mark.parametrize("rounding", [FLOAT32_ROUNDING, BFLOAT16_ROUNDING])
+def test_few_tokens_are_judged_by_a_wider_limit(rounding: float) -> None:
+    """Routers that choose other experts after rounding change the log-probs of some tokens, and with those
+    the mean. An engine that is wrong for few tokens changes the mean by more."""
+    judge = mismatches("stop")
+    limit = max(MIN_MEAN_LIMIT, MEAN_MULTIPLE * rounding)
+    assert judge.judge_probe(ENGINE, "engine 1", loaded(rounding, rounding, mean_gap=0.9 * limit))
+    assert not judge.judge_probe(ENGINE, "engine 1", loaded(rounding, rounding, mean_gap=1.1 * limit))
+    assert f"mean {1.1 * limit:.3g}" in judge.fatal and f"(mean {limit:.2g})" in judge.fatal
 
 
 def test_an_engine_without_a_comparison_is_not_judged() -> None:
@@ -274,6 +303,14 @@ def test_few_sampled_tokens_are_no_evidence_and_a_failed_sum_is_reported_once_a_
     assert judge.newest == "", "the samples of a later version are right"
 
 
+def test_few_tokens_of_each_version_are_judged_together() -> None:
+    judge = mismatches("stop")
+    judge.judge_probe(ENGINE, "engine 1", loaded(0.0))
+    assert judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 1), sums(0.0, gap=0.01, tokens=128))
+    assert not judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 2), sums(0.0, gap=0.01, tokens=128))
+    assert "256 tokens that it sampled up to v2" in judge.fatal
+
+
 def test_samples_are_judged_together_by_process() -> None:
     judge = mismatches("replace")
     judge.judge_probe(ENGINE, "engine 1", loaded(0.0))
@@ -304,7 +341,7 @@ def test_reported_log_probs_of_samples_are_judged_like_the_probe() -> None:
     judge.judge_probe(ENGINE, "engine 1", loaded(0.0, BFLOAT16_ROUNDING))
     assert judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 0), sums(0.0, gap=0.14))
     assert not judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 1), sums(0.0, gap=0.16))
-    assert "sampled with v1 differ by 0.16 nats" in judge.fatal
+    assert "sampled up to v1 differ by 0.16 nats" in judge.fatal
     not_finite = mismatches("stop")
     not_finite.judge_probe(ENGINE, "engine 1", loaded(0.0))
     assert not not_finite.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 0), sums(0.0, gap=math.inf))
@@ -313,3 +350,51 @@ def test_reported_log_probs_of_samples_are_judged_like_the_probe() -> None:
 def test_samples_are_not_judged_without_a_probe() -> None:
     judge = mismatches("stop")
     assert judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 0), sums(-50.0)) and not judge.count
+
+
+def test_an_engine_that_names_another_version_is_a_mismatch_until_it_names_the_right_one() -> None:
+    version = PolicyVersion(1, 8)
+    judge = mismatches("warn")
+    assert judge.judge_labels(ENGINE, "engine 1", ProbeSamples(version, (), wrong_label=7))
+    assert judge.newest == "engine 1 names v7 as the version of tokens that it sampled with v8"
+    assert judge.judge_labels(ENGINE, "engine 1", ProbeSamples(version, ()))
+    assert judge.newest == "" and judge.count == 1
+
+    judge = mismatches("replace")
+    assert not judge.judge_labels(ENGINE, "engine 1", ProbeSamples(version, (), wrong_label=7))
+    assert not judge.may_sample(ENGINE)
+
+
+def sampled(prompt: int, continuation: tuple[int, ...], logprob: float = -1.0) -> SampledSequence:
+    return SampledSequence((prompt, *continuation), (logprob,) * len(continuation))
+
+
+def test_equal_samples_of_one_prompt_are_a_mismatch() -> None:
+    version = PolicyVersion(1, 8)
+    copies = tuple(sampled(prompt, (5,) * 16) for prompt in (1, 1, 2, 2))
+    judge = mismatches("stop")
+    assert not judge.judge_independence(ENGINE, "engine 1", ProbeSamples(version, copies))
+    assert "2 of 4 sequences that it sampled with v8 are equal" in judge.fatal
+
+    judge = mismatches("stop")
+    for step in range(100):  # one certain sequence, and others that differ
+        likely = [sampled(1, (5,) * 16, -0.001) for _ in range(4)]
+        different = [sampled(2, (step % 7, index)) for index in range(12)]
+        message = ProbeSamples(PolicyVersion(1, step), (*likely, *different))
+        assert judge.judge_independence(ENGINE, "engine 1", message)
+    assert not judge.count
+
+
+def test_the_evidence_of_independent_sequences_has_the_mean_one() -> None:
+    """Exactly, over all pairs of sequences of two tokens; what a sequence is likely to be does not matter."""
+    probabilities = {0: 0.7, 1: 0.2, 2: 0.1}
+    pairs = [(first, second) for first in probabilities for second in probabilities]
+    mean = 0.0
+    for pair in product(pairs, repeat=2):
+        sequences = [
+            SampledSequence((9, *tokens), tuple(math.log(probabilities[token]) for token in tokens))
+            for tokens in pair
+        ]
+        evidence, _ = equality_evidence(sequences)
+        mean += math.prod(probabilities[token] for tokens in pair for token in tokens) * math.exp(evidence)
+    assert mean == pytest.approx(1.0)

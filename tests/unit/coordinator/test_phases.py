@@ -18,7 +18,7 @@ from asyncrl.data import samples_path
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.runtime.liveness import Liveness, silence_limit, start_limit
 from asyncrl.types import FailReason, PolicyVersion
-from asyncrl.weights.manifest import Probe, WeightsRef
+from asyncrl.weights.manifest import LogprobGaps, Probe, WeightsRef
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, ObserverHello, ProbeGap, Replace, Status, Stop
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
@@ -80,13 +80,13 @@ def test_an_evaluation_compares_each_engine_before_its_first_episode(
     with pytest.raises(ProtocolError, match="the trainer has not scored the probe"):
         coordinator.lifecycle.advance_phase(now + 1e5)
 
-    probe = Probe((1, 2), (-1.0,), rounding=1e-6)
+    probe = Probe(((1, 2),), ((-1.0,),), LogprobGaps(1e-6, 1e-6, 1e-6))
     coordinator._on_control(RANK, Probed(ref.version, probe), [], now)
     for _ in range(2):
         tick(coordinator, now)
     assert coordinator.lifecycle.phase is Phase.EVALUATING and sent(coordinator, Assign) == []
     assert ("eval", probe) in [(order.lane, order.probe) for order in sent(coordinator, LoadWeights)]
-    gap = ProbeGap(0.0, 0.0, tokens=1, rounding=1e-6)
+    gap = ProbeGap(0.0, 0.0, 0.0, tokens=1, rounding=probe.rounding)
     coordinator._on_control(WORKER, Loaded(ref, "eval", "sum", 0.1, probe_gap=gap), [], now)
     tick(coordinator, now)
     assert coordinator.engines.probe_tokens == 1 and len(sent(coordinator, Assign)) == 4

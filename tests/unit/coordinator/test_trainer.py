@@ -141,7 +141,7 @@ def test_the_probe_is_asked_for_until_it_is_scored_and_is_no_part_of_the_plan(se
     kinds = [asked(1), asked(1)]
     for epoch in (0, setup.state.fleet.trainer_epoch):  # one of a trainer that was replaced does not count
         assert versions.lacks_probe(PolicyVersion(setup.state.fleet.trainer_epoch, 0))
-        setup.handler.record_probe(Probed(PolicyVersion(epoch, 0), Probe((1, 2), (-1.0,))), 0.0)
+        setup.handler.record_probe(Probed(PolicyVersion(epoch, 0), Probe(((1, 2),), ((-1.0,),))), 0.0)
     assert [*kinds, asked(1)] == ["probe", "probe", "step"]
     assert [*map(len, setup.state.ledger.batches.by_step[1].parts)] == [4]
     commit_first(setup)

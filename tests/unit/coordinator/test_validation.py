@@ -19,7 +19,7 @@ from asyncrl.store.listing import Listing, episode_page
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, PolicyVersion, Sample
 from asyncrl.weights import disk
-from asyncrl.weights.manifest import Probe
+from asyncrl.weights.manifest import LogprobGaps, Probe
 from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights, ProbeGap
 from asyncrl.wire.messages.trainer import Probed
 from asyncrl.wire.messages.worker import Assign, Failed, Fenced, Finished, Generated, WorkerHeartbeat
@@ -360,7 +360,9 @@ def test_an_engine_that_differs_from_the_trainer_validates_nothing(tmp_path: Pat
     published_ref = replace(validation.session.ref, version=PolicyVersion(1, 0))
 
     def loaded(lane: str, gap: float) -> Loaded:
-        return Loaded(published_ref, lane, "sum", 0.1, probe_gap=ProbeGap(gap, gap, tokens=64, rounding=1e-6))
+        rounding = LogprobGaps(1e-6, 1e-6, 1e-6)
+        probe_gap = ProbeGap(gap, gap, gap, tokens=512, rounding=rounding)
+        return Loaded(published_ref, lane, "sum", 0.1, probe_gap=probe_gap)
 
     setup.engines.confirm_load(A, loaded("train", 0.5), 0.0)
     validation.assign_episodes(0.0, exclusive=True)
@@ -384,7 +386,7 @@ def test_a_late_worker_of_a_session_gets_the_probe_of_the_session(tmp_path: Path
     setup, worker, validation = validating(tmp_path)
     ref = setup.state.fleet.versions.ref
     assert ref is not None
-    probe = Probe((1, 2), (-1.0,))
+    probe = Probe(((1, 2),), ((-1.0,),))
     setup.state.fleet.versions.add_probe(Probed(ref.version, probe), 0.0)
     validation.assign_episodes(100.0, exclusive=True)
     setup.state.fleet.versions.recent_probes = []

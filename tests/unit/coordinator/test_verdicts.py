@@ -25,7 +25,7 @@ from asyncrl.coordinator import loop, state
 from asyncrl.coordinator.loop import Coordinator
 from asyncrl.data import Samples
 from asyncrl.types import EpisodeResult, EpisodeStats, PolicyVersion
-from asyncrl.weights.manifest import Probe, WeightsRef
+from asyncrl.weights.manifest import LogprobGaps, Probe, WeightsRef
 from asyncrl.wire.addresses import Listeners, incarnation_of
 from asyncrl.wire.messages.shared import (
     Attempt,
@@ -44,7 +44,7 @@ from tests.unit.buffer.machine import turn_payload
 
 OBSERVER = b"observer/0/o"
 TRAINER = b"trainer/0/t"
-PROBE = Probe((1, 2), (-1.0,), rounding=1e-6)
+PROBE = Probe(((1, 2),), ((-1.0,),), LogprobGaps(1e-6, 1e-6, 1e-6))
 REQUEST_PERIOD = 60.0  # twice launch.lease
 
 HONEST = "honest"
@@ -213,7 +213,7 @@ class Play:
         probe_gap = None
         if offer.probe is not None:
             mean_gap = 0.5 if process.nature == WRONG_WEIGHTS else 0.0
-            probe_gap = ProbeGap(largest=mean_gap, mean=mean_gap, tokens=64, rounding=PROBE.rounding)
+            probe_gap = ProbeGap(mean_gap, mean_gap, mean_gap, tokens=512, rounding=PROBE.rounding)
         answer = Loaded(offer.ref, "train", "sum", 0.1, probe_gap=probe_gap, uncompared=offer.probe is None)
 
         if is_lost:

@@ -547,7 +547,7 @@ def test_a_probe_that_the_trainer_repeats_is_not_compared_again(setup: WorkerSet
     """A rank repeats its newest one when the coordinator welcomes it, which is after each quiet time."""
     ref = WeightsRef(PolicyVersion(1, 3), "somewhere")
     setup.state.fleet.versions.set_newest(ref)
-    probed = Probed(ref.version, Probe((1, 2), (-1.0,)))
+    probed = Probed(ref.version, Probe(((1, 2),), ((-1.0,),)))
     probes = []
     for now in (0.0, 1.0, 2.0):
         setup.state.fleet.versions.add_probe(probed, now)

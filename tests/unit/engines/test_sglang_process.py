@@ -163,3 +163,19 @@ def test_states_of_convolutions_are_in_the_models_type_unless_the_user_says_othe
     assert server_environment(configured())["PATH"] == os.environ["PATH"]
     monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float16")
     assert server_environment(configured())["SGLANG_MAMBA_CONV_DTYPE"] == "float16"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_server_in_float32_may_not_round_to_tf32_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    variables = ("NVIDIA_TF32_OVERRIDE", "TRITON_F32_DEFAULT")
+    for name in variables:
+        monkeypatch.delenv(name, raising=False)
+    config = configured()
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype=dtype))
+    expected = ("0", "ieee") if dtype == "float32" else (None, None)
+    assert tuple(map(server_environment(config).get, variables)) == expected
+
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32")
+    assert server_environment(config)["TRITON_F32_DEFAULT"] == "tf32"

@@ -335,15 +335,15 @@ def test_the_final_table(tmp_path: Path) -> None:
     assert ["held-out success, ≥ 10", "25.0%", "75.0%"] in cells
     assert ["held-out score", "-0.5", "12.2"] in cells
     assert "trainer and all workers busy at once: 62%" in text
-    assert "fixed probe, max: 2.0e-07\n" in text and "compared in the fixed probe: 640" in text
-    assert "fixed probe by rounding alone, max: 3.0e-07" in text and "advantage 0: 25.0%" in text
+    assert "the probe, max: 2.0e-07\n" in text and "compared in the probe: 640" in text
+    assert "the probe by rounding alone, max: 3.0e-07" in text and "advantage 0: 25.0%" in text
     assert "attempts failed" not in text
     more = {"probe_logprob_diff_max": 0.46, "attempts_failed": {"reward_error": 3}}
     summary |= more | {"newest_failure": "b [x]"}
     print_summary(summary, tmp_path, Terminal(file=out, width=200), everything=True)
     assert "\n  attempts failed: 3 reward_error; latest: b [x]\n" in out.getvalue()
     assert (
-        "fixed probe, max: 4.6e-01 (with bfloat16 rounding, a gap of 0.1 to 0.6 is normal, but several times"
+        "the probe, max: 4.6e-01 (with bfloat16 rounding, a gap of 0.1 to 1.2 is normal, but several times"
         in out.getvalue()
     )
     for part in ("25.0%", "75.0%", "100.0%", "8 issued = 8 trained", "✓", str(tmp_path)):

@@ -23,7 +23,7 @@ from asyncrl.runtime.liveness import Contact, ContactState
 from asyncrl.runtime.probe_sampling import REQUESTS_AT_ONCE, SAMPLE_COUNT, ProbeSampling
 from asyncrl.runtime.weight_loader import LOAD_TRIES
 from asyncrl.types import NO_VERSION, PolicyVersion
-from asyncrl.weights.manifest import Probe, WeightsRef
+from asyncrl.weights.manifest import LogprobGaps, Probe, WeightsRef
 from asyncrl.wire.messages.shared import Loaded, ProbeGap, ProbeSamples
 from asyncrl.wire.sockets import Endpoints
 from tests.fakes.chatml import save_tiny_chat_model
@@ -168,14 +168,14 @@ async def test_a_compared_version_is_sampled_after_its_report_until_the_engine_s
     f.engine.load_gate.clear()
     config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}})
     f.lane.probe_sampling = ProbeSampling(config, 0, f.lane.generate_uncounted, f.lane.release)
-    f.lane.loads.offer_version(ref(1), Probe((1, 2, 3), (-1.0, -1.5)))
+    f.lane.loads.offer_version(ref(1), Probe(((1, 2, 3),), ((-1.0, -1.5),)))
     await settle()
     assert not f.engine.requests
 
     f.engine.gate.clear()  # the next version does not wait for samples
     f.engine.load_gate.set()
     await f.answered(1)
-    f.lane.loads.offer_version(ref(2), Probe((1, 2, 3), (-1.0, -1.5)))
+    f.lane.loads.offer_version(ref(2), Probe(((1, 2, 3),), ((-1.0, -1.5),)))
     await f.answered(2)
     await settle()
     assert [request.session.split("-")[2] for request in f.engine.requests[::REQUESTS_AT_ONCE]] == [
@@ -206,7 +206,7 @@ async def test_samples_for_the_test_leave_the_count_of_failed_turns_alone() -> N
             await f.lane.generate(REQUEST)
 
     for version, failing[:] in ((1, ["s"]), (2, ["probe"])):
-        f.lane.loads.offer_version(ref(version), Probe((1, 2, 3), (-1.0, -1.5)))
+        f.lane.loads.offer_version(ref(version), Probe(((1, 2, 3),), ((-1.0, -1.5),)))
         async with asyncio.timeout(60):
             while len(f.engine.requests) < MAX_FAILURES - 1 + version * SAMPLE_COUNT:
                 await settle()
@@ -241,12 +241,13 @@ async def test_a_load_compares_the_probe(engine: float, gap: float) -> None:
     without the probe is not loaded again for it."""
     f = Fixture()
     f.engine.score = lambda ids: asyncio.sleep(0, tuple(engine for _ in ids[1:]))  # type: ignore[method-assign]
-    probe = Probe((1, 2, 3), (-1.0, -1.5), rounding=0.25)
+    rounding = LogprobGaps(largest=0.5, mean=0.25, median=0.125)
+    probe = Probe(((1, 2, 3), (3, 2, 1)), ((-1.0, -1.5), (-1.0, -1.25)), rounding)
     for count, offered in enumerate((None, probe, None), start=1):
         f.lane.loads.offer_version(ref(1), offered)
         await f.answered(count)
     assert [answer.uncompared for answer in f.answers] == [True, False, True]
-    expected_gap = ProbeGap(largest=gap, mean=gap / 2, tokens=2, rounding=0.25)
+    expected_gap = ProbeGap(largest=gap, mean=0.375 * gap, median=0.25 * gap, tokens=4, rounding=rounding)
     assert [answer.probe_gap for answer in f.answers] == [None, expected_gap, None]
     assert len(f.engine.loads) == 1
     f.task.cancel()

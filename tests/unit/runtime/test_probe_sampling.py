@@ -13,6 +13,7 @@ from asyncrl.engines.base import Request
 from asyncrl.errors import EngineError
 from asyncrl.runtime import probe_sampling
 from asyncrl.runtime.probe_sampling import (
+    PROMPT_COUNT,
     PROMPT_TOKENS,
     REQUESTS_AT_ONCE,
     SAMPLE_COUNT,
@@ -25,7 +26,7 @@ from asyncrl.wire.messages.shared import MAX_SAMPLE_TOKENS, Loaded, ProbeSamples
 from tests.fakes.engine import ScriptedEngine, generation
 from tests.fakes.loop import settle
 
-PROBE = Probe(tuple(range(40, 60)), (-1.0,) * 19)
+PROBE = Probe((tuple(range(40, 60)),), ((-1.0,) * 19,))
 TEXT = "x" * SAMPLE_TOKENS
 
 
@@ -76,18 +77,21 @@ async def test_a_version_with_a_probe_is_sampled_once() -> None:
     assert [len(report.sequences) for report in reports] == [REQUESTS_AT_ONCE] * 4
     sequences = [sequence for report in reports for sequence in report.sequences]
     prompts = [sequence.ids[:PROMPT_TOKENS] for sequence in sequences]
-    assert len({*prompts}) == SAMPLE_COUNT and {*sum(prompts, ())} <= {*PROBE.ids}
+    assert len({*prompts}) == PROMPT_COUNT and {*sum(prompts, ())} <= {*PROBE.ids}
     assert {len(sequence.ids) - len(sequence.logprobs) for sequence in sequences} == {PROMPT_TOKENS}
 
     requests = fixture.engine.requests
-    assert {(len(r.ids), r.sampling.temperature, r.sampling.stop_ids) for r in requests} == {(8, 0.7, ())}
+    assert {(r.sampling.temperature, r.sampling.stop_ids) for r in requests} == {(0.7, ())}
     assert len({request.key for request in requests}) == SAMPLE_COUNT
     assert sorted(fixture.engine.released) == sorted(fixture.sessions)
 
     fixture.load(4)
     assert await fixture.sample() == [], "the same keys give the same tokens"
-    fixture.load(5)
-    assert len(await fixture.sample()) == 4
+    fixture.load(5, Probe(tuple(range(60, 80)), PROBE.logprobs))
+    reports = await fixture.sample()
+    later_prompts = [sequence.ids[:PROMPT_TOKENS] for report in reports for sequence in report.sequences]
+    assert later_prompts == prompts, "a prefix cache that outlives an update is used"
+    assert len({request.key for request in requests}) == 2 * SAMPLE_COUNT
 
 
 @pytest.mark.parametrize("event", ["newer version", "sleep", "close", "deadline"])
@@ -180,3 +184,20 @@ async def test_sequences_across_an_update_are_dropped() -> None:
     fixture.engine.script = script
     fixture.load(4)
     assert sum(len(report.sequences) for report in await fixture.sample()) == SAMPLE_COUNT - 1
+
+
+@pytest.mark.parametrize(("label", "wrong_label"), [(3, 3), (5, None), (4, None)])
+async def test_an_engine_that_names_an_older_version_is_reported(label: int, wrong_label: int | None) -> None:
+    """Of newer versions nothing is known: the next one may have been loaded meanwhile."""
+    fixture = Fixture()
+    fixture.load(4)
+    fixture.engine._version = label
+    labels = [report.wrong_label for report in await fixture.sample()]
+    assert [label for label in labels if label is not None] == ([] if wrong_label is None else [wrong_label])
+
+
+async def test_prompts_leave_room_for_samples() -> None:
+    fixture = Fixture(rollout={"max_tokens": 20, "max_new_tokens": 8})
+    fixture.load(4)
+    await fixture.sample()
+    assert {len(request.ids) for request in fixture.engine.requests} == {20 - SAMPLE_TOKENS}

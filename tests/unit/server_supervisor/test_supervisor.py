@@ -198,7 +198,7 @@ async def test_a_run_without_training_samples_nothing_for_the_test(tmp_path: Pat
         with patch("asyncrl.server_supervisor.versions.build_loader", return_value=AsyncMock()):
             await versions.attach_server(server, "i")
 
-        versions._weight_loader.compared_probe = Probe((7, 8, 9), (-1.0, -1.0))
+        versions._weight_loader.compared_probe = Probe(((7, 8, 9),), ((-1.0, -1.0),))
         versions.sample_version(FINE, supervisor._control.send)
         assert versions._probe_sampling is None
         await server.api.close()
@@ -217,7 +217,7 @@ async def test_a_loaded_version_is_sampled_as_workers_sample_turns(tmp_path: Pat
 
         versions.sample_version(FAILED, supervisor._control.send)
         versions.sample_version(FINE, supervisor._control.send)  # not compared with the trainer
-        versions._weight_loader.compared_probe = Probe((7, 8, 9), (-1.0, -1.0))
+        versions._weight_loader.compared_probe = Probe(((7, 8, 9),), ((-1.0, -1.0),))
         versions.sample_version(FINE, supervisor._control.send)
         assert versions._probe_sampling is not None and versions._probe_sampling._task is not None
         await asyncio.wait([versions._probe_sampling._task])

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -18,10 +17,11 @@ import torch
 
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.engines.torch.engine import TorchEngine, build
-from asyncrl.trainer.model import Policy, score_ids
+from asyncrl.trainer.model import Policy, score_sequences
+from asyncrl.trainer.publishing import PROBE_SEQUENCES
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.manifest import Manifest, TensorEntry, WeightsError, WeightsRef
+from asyncrl.weights.manifest import Manifest, Probe, TensorEntry, WeightsError, WeightsRef
 from tests.fakes.group_server import FakeServer, ServerRank, described
 from tests.fakes.publishing import DEADLINE, EPOCH, Trainer
 from tests.fakes.ranks import run_ranks
@@ -90,23 +90,47 @@ def score_the_probe(world: World, folder: Path) -> Any:
     forwards = count_forwards(trainer.policy)
     found = []
     pauses = list[int]()  # forwards before each
+    texts = set[tuple[int, ...]]()
     trainer.publishing._pause = mock.Mock(allow_pause=lambda: pauses.append(len(forwards)))
     for _ in range(2):
         probe = trainer.publishing.score_probe()
-        own = score_ids(trainer.policy, probe.ids, world.device)
-        is_mean = probe.rounding == fmean(trainer.publishing.rounding_gaps)
-        found.append((probe.logprobs == own, is_mean, len(forwards)))
+        own = score_sequences(trainer.policy, probe.sequences, world.device)
+        is_rounding = probe.rounding == trainer.publishing.rounding
+        found.append((probe.logprobs == own, is_rounding, len(forwards)))
+        texts |= set(probe.sequences)
         trainer.publish()
     trainer.publishing.drain()
-    return found, trainer.publishing.rounding_gaps, pauses
+    return found, probe.rounding, pauses, len(texts)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_probe_is_scored_with_the_weights_as_they_are(tmp_path: Path, ranks: int) -> None:
-    """Rounding is measured the first time only. Servers may join after each forward."""
-    comparisons, rounding_gaps, pauses = run_ranks(ranks, score_the_probe, tmp_path)
-    assert pauses == [1, 2, 4]
-    assert comparisons == [(True, True, 3), (True, True, 5)] and 0 <= max(rounding_gaps) < 1e-5  # float32
+    """Rounding is measured the first time only, each probe has other texts, and servers may join after each
+    forward."""
+    comparisons, rounding, pauses, text_count = run_ranks(ranks, score_the_probe, tmp_path)
+    assert pauses == [1, 2, 4] and text_count == 2 * PROBE_SEQUENCES
+    assert comparisons == [(True, True, 3), (True, True, 5)]
+    assert 0 <= rounding.median <= rounding.mean <= rounding.largest < 1e-5  # float32
+
+
+def measure_rounding(world: World, folder: Path) -> Any:
+    """The probe of a policy in bfloat16 with its output layer in bfloat16 and in float32."""
+    probes = list[Probe]()
+    for fp32_head in (False, True):
+        directory = folder / str(fp32_head)
+        directory.mkdir(exist_ok=True)
+        trainer = Trainer(world, directory, model={"dtype": "bfloat16", "fp32_head": fp32_head})
+        probes.append(trainer.publishing.score_probe())
+        again = score_sequences(trainer.policy, probes[-1].sequences, world.device)
+        assert again == probes[-1].logprobs, "later forwards have changed"
+        trainer.publishing.drain()
+    return probes
+
+
+def test_rounding_is_that_of_an_engine_whose_output_layer_is_in_bfloat16(tmp_path: Path) -> None:
+    narrow, wide = run_ranks(1, measure_rounding, tmp_path)
+    assert narrow.sequences == wide.sequences and narrow.logprobs != wide.logprobs
+    assert narrow.rounding == wide.rounding and 1e-4 < narrow.rounding.median < narrow.rounding.mean
 
 
 def _described(tensors: dict[str, torch.Tensor]) -> Entries:
@@ -181,13 +205,12 @@ def publish_adapters(world: World, folder: Path) -> Any:
             probe = trainer.publishing.score_probe()
             trainer.publishing.publish(PolicyVersion(EPOCH, step))
             if engine is not None:
-                before = loop.run(engine.score(probe.ids))
+                before = loop.run(_compare(engine, probe))
                 manifest = loop.run(engine.load(trainer.announced_version().ref))
                 assert manifest.adapters[""].rank == 4
                 roles = {entry.name.rpartition(".lora_")[2] for entry in manifest.tensors}
                 assert roles == {"A.weight", "B.weight"}, "nothing else is published"
-                own = loop.run(engine.score(probe.ids))
-                gaps.append([_gap(own, probe.logprobs), _gap(before, probe.logprobs)])
+                gaps.append([loop.run(_compare(engine, probe)), before])
             world.gather(0, int)
         if engine is not None:
             loop.run(engine.close())
@@ -195,8 +218,8 @@ def publish_adapters(world: World, folder: Path) -> Any:
     return gaps
 
 
-def _gap(one: Sequence[float], other: Sequence[float]) -> float:
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+async def _compare(engine: TorchEngine, probe: Probe) -> float:
+    return probe.compare([await engine.score(sequence) for sequence in probe.sequences]).largest
 
 
 async def _engine(path: Path) -> TorchEngine:

@@ -205,7 +205,7 @@ def test_the_probe_is_scored_for_a_published_version_and_not_while_steps_are_rep
 ) -> None:
     """A restarted coordinator is told again."""
     done: list[Any] = []
-    probe = Probe((1, 2), (-1.0,))
+    probe = Probe(((1, 2),), ((-1.0,),))
     monkeypatch.setattr(rank.publishing, "publish", done.append, raising=False)
     monkeypatch.setattr(rank.publishing, "score_probe", lambda: done.append("probe") or probe, raising=False)
     rank.is_repeating = True

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -67,6 +68,7 @@ def score(
 def plain_sums(path: Path, sequences: Sequence[SampledSequence]) -> dict[str, float]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     sums = dict.fromkeys(SUM_NAMES, 0.0)
+    gaps = list[float]()
     for sequence in sequences:
         with torch.no_grad():
             logits = model(torch.tensor([sequence.ids])).logits[0] / TEMPERATURE
@@ -79,7 +81,8 @@ def plain_sums(path: Path, sequences: Sequence[SampledSequence]) -> dict[str, fl
             sums["deviation"] += -logprob - entropy
             sums["squares"] += (-logprob - entropy) ** 2
             sums["variance"] += sum(p * math.log(p) ** 2 for p in probabilities) - entropy**2
-            sums["gap"] += abs(logprob + 0.5)
+            gaps.append(abs(logprob + 0.5))
+    sums["gap"] = len(gaps) * median(gaps)
     return sums
 
 
