@@ -165,6 +165,6 @@ def test_there_are_few_keys_and_no_dead_ones() -> None:
         for field in msgspec.structs.fields(kind)
         if not (isinstance(field.type, type) and issubclass(field.type, Section))
     ]
-    assert len(keys) <= 160
+    assert len(keys) <= 165
     dead = [key for key in keys if not re.search(rf"\.{key.rpartition('.')[2]}\b", code)]
     assert not dead
