@@ -18,6 +18,7 @@ from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.config import ModelConfig, Packing
 from asyncrl.engines.torch.engine import replace_weights
 from asyncrl.errors import ConfigError, ProtocolError
+from asyncrl.launch.models import check_model
 from asyncrl.model_class import auto_class_of, read_config
 from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer import images
@@ -471,6 +472,13 @@ def test_an_architecture_of_text_alone_reads_no_images(tmp_path: Path) -> None:
 def test_adapters_do_not_train_the_tower() -> None:
     with pytest.raises(ConfigError, match=r"model\.train_vision=true does not work with adapters"):
         tiny_config("model", model={"train_vision": True, "lora_rank": 4})
+
+
+def test_a_model_of_text_has_no_tower_to_train() -> None:
+    config = tiny_config(str(DEMO_MODEL), model={"train_vision": True})
+    complaint = r"model\.train_vision=true: .* reads text only; .*; or set model\.train_vision=false"
+    with pytest.raises(ConfigError, match=complaint):
+        check_model(config)
 
 
 @pytest.mark.full
