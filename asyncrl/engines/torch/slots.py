@@ -119,8 +119,8 @@ class KVCache:
     def write_prompt(
         self, slot: int, ids: Sequence[int], start: int, positions: np.ndarray | None = None
     ) -> None:
-        """Write the ids of a prompt into its slot, from number `start` on. `positions` [3, len(ids)]: those of
-        a prompt with images; sampled ids go on behind the largest one."""
+        """Write the ids of a prompt into its slot, from number `start` on. `positions` [3, len(ids)]: those
+        of a prompt with images; sampled ids go on behind the largest one."""
         new_ids = np.array(ids[start:], dtype=np.int64)
         if self.placeholder is not None:
             new_ids = with_placeholders(new_ids, self.placeholder)
