@@ -100,6 +100,7 @@ def _replay_steps(
     config: RunConfig, run_dir: Path, step: int, budget: int
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """Yield (step, metrics) of the steps up to `step`."""
+    from asyncrl.data.run_images import RunImages
     from asyncrl.launch.models import resolve_models
     from asyncrl.store.checkpoints import checkpoints_of
     from asyncrl.store.reader import RunReader
@@ -108,4 +109,5 @@ def _replay_steps(
     trainer = msgspec.structs.replace(config.trainer, ranks=1, replicas=1, sequence_parallel=1)
     with closing(RunReader.open(run_dir)) as reader:
         single_config = resolve_models(msgspec.structs.replace(config, trainer=trainer))
-        yield from retrain(single_config, reader, checkpoints_of(config, run_dir), step, budget)
+        images = RunImages.open(run_dir, reader)
+        yield from retrain(single_config, reader, images, checkpoints_of(config, run_dir), step, budget)

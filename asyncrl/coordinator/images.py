@@ -7,9 +7,10 @@ unblocks: episodes that are about to sample, ranks that are about to train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from asyncrl.coordinator.state import RunState, log
+from asyncrl.data.run_images import RunImages
 from asyncrl.errors import ProtocolError
 from asyncrl.store.schema import StoreError
 from asyncrl.vision.files import MAX_STORED_BYTES, image_digest, is_image_file
@@ -17,13 +18,12 @@ from asyncrl.wire.messages.shared import ImageFiles, ImageRequest
 
 
 class ImageHandler:
-    """Knows where the files of images are. `data_files`: return the file of an image of the training or
-    validation data; None if it is not there."""
+    """Reads and stores the files of images."""
 
-    def __init__(self, state: RunState, data_files: Sequence[Callable[[str], bytes | None]]) -> None:
+    def __init__(self, state: RunState) -> None:
         self._store = state.journal.store
         self._outbox = state.journal.outbox
-        self._data_files = data_files
+        self._images = RunImages.open(state.run_dir, self._store.reader)
 
     def send_files(self, peer: bytes, message: ImageRequest) -> None:
         """Send the files that a peer asks for."""
@@ -49,12 +49,8 @@ class ImageHandler:
             self._store.put_image(uid, turn, image_digest(file), file)
 
     def _read_file(self, digest: str) -> bytes | None:
-        for data_file in self._data_files:
-            if (file := data_file(digest)) is not None:
-                return file
-
         try:
-            return self._store.reader.image_file(digest)
+            return self._images.file_of(digest)
         except StoreError as error:
             log.error("image %s: %s", digest, error)
             return None

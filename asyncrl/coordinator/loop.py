@@ -35,7 +35,7 @@ from asyncrl.coordinator.state import load_state, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import MAX_ASSIGNED, WorkerHandler
-from asyncrl.data import Samples, open_images, samples_path
+from asyncrl.data import Samples, samples_path
 from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.runtime.version_server import root_server
 from asyncrl.store.runstore import RunStore
@@ -100,8 +100,7 @@ class Coordinator:
         self.shifts = ShiftHandler(self.state, *handlers, self._request_replacement)
 
         self.reporter = Reporter(self.state, self.workers, self.engines, self.trainer)
-        data_images = [open_images(self.run_dir, split) for split in ("train", "test")]
-        self.images = ImageHandler(self.state, [images.file_of for images in data_images if images])
+        self.images = ImageHandler(self.state)
         self.records = RecordHandler(self.state, self.workers, self.images, self.reporter)
         self.lifecycle = Lifecycle(self.state, *handlers, self.reporter, now)
         self.files = WrittenFiles(self.run_dir, self.journal.outbox)

@@ -161,7 +161,12 @@ def show_truths(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("data's images", requires=("data",))
 def show_images(inputs: Inputs) -> Iterator[Note]:
-    """Describe how many images the data have, how they were changed, and how many tokens they have."""
+    """Describe how many images the data have, how they were changed, and how many tokens they have; check
+    that the run can train on them."""
+    if inputs.run_data.image_lines and inputs.config.total_steps:
+        from asyncrl.trainer.image_checks import require_trainable_images  # The import takes a second
+
+        require_trainable_images(inputs.config)
     yield from map(ok, inputs.run_data.image_lines)
 
 

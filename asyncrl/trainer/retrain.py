@@ -12,12 +12,14 @@ import torch
 
 from asyncrl.buffer.batches import Batch
 from asyncrl.config import RunConfig
+from asyncrl.data.run_images import RunImages
 from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import Checkpoints
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import StoreError
 from asyncrl.trainer import checkpoint, world
 from asyncrl.trainer.batch import with_turns
+from asyncrl.trainer.images import digests_of
 from asyncrl.trainer.learner import Learner, PlannedWork
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
@@ -26,7 +28,12 @@ INITIAL = 0  # the step of the policy that a run begins with
 
 
 def retrain(
-    config: RunConfig, reader: RunReader, checkpoints: Checkpoints, step: int, token_budget: int = 0
+    config: RunConfig,
+    reader: RunReader,
+    images: RunImages,
+    checkpoints: Checkpoints,
+    step: int,
+    token_budget: int = 0,
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """Yield (step, metrics) of each batch from the newest checkpoint before `step` up to it; steps are
     counted from 1. `token_budget`: tokens of a micro-batch; 0: as recorded. On one CPU rank, with the run's
@@ -46,7 +53,8 @@ def retrain(
             plan = reader.plan(repeated_step)
             learner.token_budget = token_budget or plan.budget
             for work in recorded_work(config, reader, plan, learner.partition):
-                learner.accumulate(work)
+                digests = digests_of(turn for _, turns in work for turn in turns)
+                learner.accumulate(work, images.files_of(digests))
             yield repeated_step, learner.finish()
     finally:
         world.leave_ranks()

@@ -80,7 +80,7 @@ class WorkerSetup:
         reports = SimpleNamespace(
             count_turn=lambda tokens: None, note_landed=lambda episode, *_: self.landed.append(episode)
         )
-        images = ImageHandler(self.state, data_files=())
+        images = ImageHandler(self.state)
         self.records = RecordHandler(self.state, self.handler, images, reports)  # type: ignore[arg-type]
 
     def join(self, peer: bytes, index: int = 0, slots: int = 8) -> None:

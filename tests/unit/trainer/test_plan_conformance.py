@@ -27,6 +27,7 @@ from asyncrl.coordinator import loop
 from asyncrl.coordinator.journal import TransactionalOutbox
 from asyncrl.coordinator.state import load_state
 from asyncrl.data import Samples, samples_path
+from asyncrl.data.run_images import RunImages
 from asyncrl.store.checkpoints import Checkpoints
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
@@ -321,5 +322,6 @@ def check_retraining(config: RunConfig, folder: Path, wanted: list[str]) -> None
     trainer = msgspec.structs.replace(config.trainer, micro_batch_tokens=1 << 12)  # less would be learned so
     config = msgspec.structs.replace(config, trainer=trainer)
     with closing(RunReader.open(run_dir)) as reader, mock.patch.object(Learner, "finish", finishing):
-        assert [step for step, _ in retrain(config, reader, nowhere, STEPS)] == [1, 2, 3]
+        images = RunImages.open(run_dir, reader)
+        assert [step for step, _ in retrain(config, reader, images, nowhere, STEPS)] == [1, 2, 3]
     assert found == wanted
