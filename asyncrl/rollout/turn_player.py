@@ -48,7 +48,10 @@ class TurnPlayer:
     def __post_init__(self) -> None:
         assignment = self.run.assignment
         self._tools = self.toolbox.session(
-            assignment.sample, assignment.attempt.uid, self.run.context.snapshots
+            assignment.sample,
+            assignment.attempt.uid,
+            self.run.context.snapshots,
+            add_image=self.run.images.add,
         )
 
     @property
@@ -135,7 +138,13 @@ class TurnPlayer:
             return commands.Opened(self._tools.schemas, opening_text=self._tools.opening_text)
 
         tool_timeout = self._rules.config.tool_timeout
-        self._environment = EpisodeEnvironment(self.make_environment, tool_timeout, self.run.context.waits)
+        self._environment = EpisodeEnvironment(
+            self.make_environment,
+            tool_timeout,
+            self.run.context.waits,
+            self._rules.chat.image_layout,
+            self.run.images.add,
+        )
         first_observation = await self._environment.reset(self.run.assignment.sample)
         if first_observation.done:
             raise EnvironmentFailed("the environment ended the episode before the first turn")
@@ -198,7 +207,7 @@ class TurnPlayer:
 
     async def _repeat_turns(self, episode: Episode) -> None:
         for turn, parsed in zip(episode.turns, episode.read, strict=True):
-            await self._tools.redo(turn.replies, self._rules.shorten, turn.index)
+            await self._tools.redo(turn.replies, self._rules.shorten_content, turn.index)
             if turn.observation is None:
                 continue
 

@@ -19,10 +19,20 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from asyncrl.errors import ProtocolError, SetupError, describe, one_line, reason, recorded, users_code
 from asyncrl.isolation.calls import call_user, call_without_deadline, in_thread
 from asyncrl.registry import select_columns
-from asyncrl.tools.base import Tool, ToolError, bound_reply, join_names, read_reply
+from asyncrl.tools.base import (
+    Tool,
+    ToolAnswer,
+    ToolError,
+    bound_reply,
+    join_names,
+    read_answer,
+    returns_images,
+)
 from asyncrl.tools.process import CallLimits
 from asyncrl.tools.sample_tools import (
     SampleTools,
@@ -33,8 +43,10 @@ from asyncrl.tools.sample_tools import (
 )
 from asyncrl.tools.schema import outline_parameters
 from asyncrl.tools.snapshots import Snapshots, ToolSnapshots
-from asyncrl.types import Sample, ToolCall, ToolReply
+from asyncrl.types import ImageRef, Sample, ToolCall, ToolReply
 from asyncrl.values import checked_result, finite_number
+from asyncrl.vision.files import StoredImage
+from asyncrl.vision.layout import ImageLayout
 
 log = logging.getLogger("asyncrl.tools")
 
@@ -45,13 +57,21 @@ CLOSE_SECONDS = 5.0  # a session is closed after so long, whatever the tools do
 RETRY_PAUSES = (0.1, 0.3, 1.0, 3.0)  # seconds before a call is tried again; the last pause repeats
 
 
-class Toolbox:
-    """Holds all tools by their names for models. `timeout`: seconds of a call of tools without a timeout."""
+AddImage = Callable[[StoredImage], ImageRef]
+"""Takes an image into an episode, and returns the reference for replies and messages."""
 
-    def __init__(self, tools: Mapping[str, Tool], timeout: float = 30.0) -> None:
+
+class Toolbox:
+    """Holds all tools by their names for models. `timeout`: seconds of a call of tools without a timeout.
+    `image_layout`: how the model reads images; None for a model that reads text only."""
+
+    def __init__(
+        self, tools: Mapping[str, Tool], timeout: float = 30.0, image_layout: ImageLayout | None = None
+    ) -> None:
         self.tools = dict(tools)
         self.timeout = timeout
-        self.call_limits = {name: CallLimits(tool) for name, tool in tools.items()}
+        self.image_layout = image_layout
+        self.call_limits = {name: CallLimits(tool, image_layout) for name, tool in tools.items()}
         self._reported_tools: set[str] = set()
 
     async def begin_shared(self, tools: Iterable[Tool]) -> None:
@@ -67,9 +87,16 @@ class Toolbox:
         names_by_begin = {tool.begin: tool.name for tool in tools if tool.begin is not None}
         await asyncio.gather(*(begin_and_report(name, begin) for begin, name in names_by_begin.items()))
 
-    def session(self, sample: Sample, episode: str = "", snapshots: Snapshots | None = None) -> ToolSession:
-        """Make the tools of one episode, not yet open. `episode`: the episode's name in `snapshots`."""
-        return ToolSession(self, sample, episode, snapshots)
+    def session(
+        self,
+        sample: Sample,
+        episode: str = "",
+        snapshots: Snapshots | None = None,
+        add_image: AddImage = lambda image: image.ref,
+    ) -> ToolSession:
+        """Make the tools of one episode, not yet open. `episode`: the episode's name in `snapshots`.
+        `add_image` takes the images of replies into the episode."""
+        return ToolSession(self, sample, episode, snapshots, add_image)
 
     async def close(self) -> None:
         """End shared resources of tools, processes and connections, within a deadline. Never raises."""
@@ -219,8 +246,16 @@ class ToolSession:
     """Holds the tools of one episode. `schemas` (JSON text, in the config's order) and `opening_text`, what
     `reset` of the objects adds to the prompt, are known after `open`."""
 
-    def __init__(self, toolbox: Toolbox, sample: Sample, episode: str, snapshots: Snapshots | None) -> None:
+    def __init__(
+        self,
+        toolbox: Toolbox,
+        sample: Sample,
+        episode: str,
+        snapshots: Snapshots | None,
+        add_image: AddImage,
+    ) -> None:
         self._toolbox = toolbox
+        self._add_image = add_image
         self._sample = sample
         self._episode = episode
         self._snapshots = snapshots
@@ -304,8 +339,14 @@ class ToolSession:
                 complaint = await call_user(partial(tool.check, keywords), self._toolbox.call_seconds(tool))
                 if complaint:
                     return _refuse_arguments(tool, call, complaint)
-            content, reward = await self._run_call(tool, call.arguments, keywords)
-            return ToolReply(call, content, None, time.monotonic() - started_at, reward)
+            answer = await self._run_call(tool, call.arguments, keywords)
+            return ToolReply(
+                call,
+                answer.content,
+                seconds=time.monotonic() - started_at,
+                reward=answer.reward,
+                images=tuple(map(self._add_image, answer.images)),
+            )
         except Exception as problem:
             declined = isinstance(problem, ToolError)
             if not declined:
@@ -344,10 +385,14 @@ class ToolSession:
             episode_object.reply_note = RESTORED_NOTE
 
     async def redo(
-        self, replies: Sequence[ToolReply], shorten: Callable[[str], str] = str, turn: int = 0
+        self,
+        replies: Sequence[ToolReply],
+        shorten: Callable[[str, tuple[ImageRef, ...]], str] = lambda content, images: content,
+        turn: int = 0,
     ) -> None:
         """Rebuild the effects of recorded calls for tools that request it. ProtocolError: the episode must
-        begin again. `shorten` cuts a reply as recorded replies were cut."""
+        begin again. `shorten` cuts the content of a reply, given its images, as recorded replies were
+        cut."""
         for reply in replies:
             tool = self._tools.get(reply.call.name)
             if tool is None or tool.replay == "pure" or reply.refused:
@@ -358,7 +403,11 @@ class ToolSession:
                 raise ProtocolError(f"tool {tool.name} cannot be replayed, so the episode starts again")
 
             repeated = await self.call(reply.call)
-            if reply.content not in (shorten(repeated.content), shorten(repeated.content + RESTORED_NOTE)):
+            repeated_contents = [
+                shorten(content, repeated.images)
+                for content in (repeated.content, repeated.content + RESTORED_NOTE)
+            ]
+            if reply.content not in repeated_contents or reply.images != repeated.images:
                 raise ProtocolError(f"tool {tool.name} gave a different reply when replayed")
 
     async def result(self) -> dict[str, Any] | None:
@@ -384,35 +433,36 @@ class ToolSession:
 
     # -- one call ------------------------------------------------------------------------------------
 
-    async def _run_call(self, tool: Tool, arguments: str, keywords: dict[str, Any]) -> tuple[str, float]:
-        """Return (content, reward). Raises the error of the tool's last attempt, or CallTimeout."""
+    async def _run_call(self, tool: Tool, arguments: str, keywords: dict[str, Any]) -> ToolAnswer:
+        """Return the tool's answer. Raises the error of the tool's last attempt, or CallTimeout."""
+        layout = self._toolbox.image_layout
         call_limits = self._toolbox.call_limits[tool.name]
         call_seconds = self._toolbox.call_seconds(tool)
         episode_object = self._objects[id(tool.state)] if tool.state is not None else None
 
-        async def run_once() -> tuple[str, float]:
+        async def run_once() -> ToolAnswer:
             if call_limits.pool is not None:
                 answer = await call_limits.pool.call(arguments)
                 if answer.refused:
                     raise ToolError(answer.content)
-                return answer.content, answer.reward
+                return answer
 
             run_function = partial(
                 call_without_deadline, blocking=tool.blocking, live_calls=call_limits.live_calls
             )
             if episode_object is None:
-                return read_reply(await run_function(partial(tool.function, **keywords)))
+                return await _read_result(await run_function(partial(tool.function, **keywords)), layout)
 
             episode_object.was_called = True
-            # The lock is held until the reply is text: the next call may change the returned object.
+            # The lock is held until the result is read: the next call may change the returned object.
             async with episode_object.call_lock:
                 bound_function = partial(tool.function, episode_object.state, **keywords)
-                text, reward = read_reply(await run_function(bound_function))
+                answer = await _read_result(await run_function(bound_function), layout)
                 note = episode_object.reply_note
                 episode_object.reply_note = ""
-                return text + note, reward
+                return replace(answer, content=answer.content + note)
 
-        async def run_repeatedly() -> tuple[str, float]:
+        async def run_repeatedly() -> ToolAnswer:
             for attempt in range(tool.retries):
                 try:
                     return await run_once()
@@ -425,8 +475,16 @@ class ToolSession:
 
         order_lock = episode_object.order_lock if episode_object is not None else None
         async with call_limits.call_slot(call_seconds, order_lock):
-            result: tuple[str, float] = await call_user(run_repeatedly, call_seconds)
-            return result
+            answer: ToolAnswer = await call_user(run_repeatedly, call_seconds)
+            return answer
+
+
+async def _read_result(result: Any, layout: ImageLayout | None) -> ToolAnswer:
+    """Return the answer for a tool's result. Images are decoded in a thread."""
+    if layout is None or not returns_images(result):
+        return read_answer(result, layout)
+    answer: ToolAnswer = await in_thread(partial(read_answer, result, layout), "image")
+    return answer
 
 
 def reset_arguments(reset: Callable[..., Any], sample: Sample) -> dict[str, Any]:
