@@ -39,7 +39,7 @@ class ToolSource(msgspec.Struct, frozen=True):
     image_layout: ImageLayout | None = None
 
 
-def find_tool_source(tool: Tool, image_layout: ImageLayout | None) -> ToolSource:
+def find_tool_source(tool: Tool, image_layout: ImageLayout | None = None) -> ToolSource:
     """Return how a child imports the tool. ConfigError: the tool has no importable name."""
     importable = tool.function
     arguments = {}
