@@ -4,6 +4,7 @@ token by token, with the values from training.
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from asyncrl.algorithms.advantages import advantages
 from asyncrl.buffer.records import EpisodeRecord
@@ -27,7 +28,17 @@ from asyncrl.observe.held_out import UID_START
 from asyncrl.observe.transcripts import read_ratios
 from asyncrl.registry import name_and_options
 from asyncrl.store.reader import RunReader
-from asyncrl.types import NO_STEP, Observation, Turn, start_version
+from asyncrl.types import (
+    IMAGE_MARK,
+    NO_STEP,
+    ImageRef,
+    Observation,
+    ToolReply,
+    Turn,
+    start_version,
+)
+from asyncrl.vision.files import PNG_START, is_image_file
+from asyncrl.vision.image_ids import DIGEST_DIGITS, find_runs
 
 MAX_LOG_RATIO = 20.0  # nats
 SEARCH_SECONDS = 1.0  # time limit for reading transcripts in a search
@@ -202,13 +213,59 @@ def _turn_answers(
             "ids": generation.ids,
             "logprobs": generation.logprobs,
             "agent": f"{turn.agent} (not trained)" if turn.untrained else turn.agent,
-            "context": {"ids": turn.context, "text": decode(turn.context)},
+            "context": {
+                "ids": turn.context,
+                "text": _context_text(decode, turn.context),
+                "images": [run.digest for run in find_runs(turn.context)],
+            },
             "texts": token_texts(decode, generation.ids),
             "versions": [version for version, _ in spans],
             "kv_versions": [version for _, version in spans],
             "lags": lags,
             "stale": stale_mask(lags, max_staleness),
             **{name: values[turn_slice] for name, values in token_values.items()},
-            "replies": msgspec.to_builtins(turn.replies),
-            "observation": msgspec.to_builtins(turn.observation),
+            "replies": [msgspec.to_builtins(_with_sizes(reply)) for reply in turn.replies],
+            "observation": msgspec.to_builtins(_with_sizes_of_messages(turn.observation)),
         }
+
+
+def _context_text(decode: Decode, ids: Sequence[int]) -> str:
+    """Return the text of a context, with `[image]` in the place of each image."""
+    texts = list[str]()
+    text_start = 0
+    for run in find_runs(ids):
+        texts += [decode(ids[text_start : run.start]), "[image]"]
+        text_start = run.end
+    return "".join([*texts, decode(ids[text_start:])])
+
+
+def _with_sizes(reply: ToolReply) -> ToolReply:
+    return replace(reply, content=_sized_content(reply.content, reply.images))
+
+
+def _with_sizes_of_messages(observation: Observation | None) -> Observation | None:
+    if observation is None:
+        return None
+    messages = [
+        replace(message, content=_sized_content(message.content, message.images))
+        for message in observation.messages
+    ]
+    return replace(observation, messages=tuple(messages))
+
+
+def _sized_content(content: str, images: Sequence[ImageRef]) -> str:
+    """Return a content with `[image 640x480]` in the place of each image."""
+    for image in images:
+        content = content.replace(IMAGE_MARK, f"[image {image.width}x{image.height}]", 1)
+    return content
+
+
+def image_url(reader: RunReader, digest: str) -> str:
+    """Return the file of an image of the run as a data URL. ConfigError for an image that is not stored."""
+    file = reader.image_file(digest)
+    if file is None or not is_image_file(file):
+        raise ConfigError(
+            f"image {digest[:DIGEST_DIGITS]} is not in the run's store; images of the data are in the data"
+        )
+    media_type = "image/png" if file.startswith(PNG_START) else "image/jpeg"
+    return f"data:{media_type};base64,{base64.b64encode(file).decode()}"
