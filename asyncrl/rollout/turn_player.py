@@ -135,7 +135,11 @@ class TurnPlayer:
         """Open the tools, then reset the environment."""
         await self._tools.open()
         if self.make_environment is None:
-            return commands.Opened(self._tools.schemas, opening_text=self._tools.opening_text)
+            return commands.Opened(
+                self._tools.schemas,
+                opening_text=self._tools.opening_text,
+                opening_images=self._tools.opening_images,
+            )
 
         tool_timeout = self._rules.config.tool_timeout
         self._environment = EpisodeEnvironment(
@@ -160,6 +164,7 @@ class TurnPlayer:
             frozenset(tool["function"]["name"] for tool in environment_tools),
             first_observation.messages,
             self._tools.opening_text,
+            self._tools.opening_images,
         )
 
     async def _step_environment(self, turn_number: int, message: Message) -> Observation:
@@ -195,9 +200,10 @@ class TurnPlayer:
                 raise
             await self._tools.close()
             await self._tools.open()
-            if self._tools.opening_text != episode.opened.opening_text:
+            opening = (self._tools.opening_text, self._tools.opening_images)
+            if opening != (episode.opened.opening_text, episode.opened.opening_images):
                 raise ProtocolError(
-                    "the reset of a tool's object returned different text when replayed"
+                    "the reset of a tool's object returned different text or images when replayed"
                 ) from None
             await self._repeat_turns(episode)
 

@@ -45,6 +45,7 @@ from asyncrl.tools.schema import outline_parameters
 from asyncrl.tools.snapshots import Snapshots, ToolSnapshots
 from asyncrl.types import ImageRef, Sample, ToolCall, ToolReply
 from asyncrl.values import checked_result, finite_number
+from asyncrl.vision.content import has_images
 from asyncrl.vision.files import StoredImage
 from asyncrl.vision.layout import ImageLayout
 
@@ -149,25 +150,28 @@ class EpisodeObject:
         self.snapshots = snapshots if self._snapshot_interval else None
         self._unsaved_turns = 0  # turns with calls since the newest snapshot
 
-    async def open(self, sample: Sample, arguments: dict[str, Any]) -> str:
+    async def open(self, sample: Sample, arguments: dict[str, Any], layout: ImageLayout | None) -> ToolAnswer:
         """Call the object's `open` with the arguments that it accepts, or the `reset` of a class without
-        `call` with the columns that it accepts. Return the text for the prompt that `reset` gives; ''."""
+        `call` with the columns that it accepts. Return what `reset` adds to the prompt."""
         if callable(function := getattr(self.state, "open", None)):
             accepted = accepted_arguments(function, arguments)
             await call_without_deadline(partial(function, sample, **accepted), blocking=self._blocking)
-            return ""
+            return ToolAnswer("")
 
         reset = getattr(self.state, "reset", None)
         if not callable(reset) or not self._has_method_tools:
-            return ""
+            return ToolAnswer("")
 
         reset_call = partial(reset, **reset_arguments(reset, sample))
-        text = await call_without_deadline(reset_call, blocking=self._blocking)
-        if not isinstance(text, str | None):
+        result = await call_without_deadline(reset_call, blocking=self._blocking)
+        if result is None:
+            return ToolAnswer("")
+        if not (isinstance(result, str) or has_images(result)):
             raise TypeError(
-                f"reset returned a value of type {type(text).__name__}; expected text for the prompt, or None"
+                f"reset returned a value of type {type(result).__name__}; expected text or images for the "
+                "prompt, or None"
             )
-        return bound_reply(text or "")
+        return await _read_result(result, layout)
 
     async def result(self) -> dict[str, Any]:
         """Call the object's `result` after all calls; or, of a class without `call`, TRL's `get_reward`, or
@@ -243,8 +247,8 @@ class EpisodeObject:
 
 
 class ToolSession:
-    """Holds the tools of one episode. `schemas` (JSON text, in the config's order) and `opening_text`, what
-    `reset` of the objects adds to the prompt, are known after `open`."""
+    """Holds the tools of one episode. Known after `open`: `schemas` (JSON text, in the config's order), and
+    `opening_text` with `opening_images`, which `reset` of the objects adds to the prompt."""
 
     def __init__(
         self,
@@ -260,6 +264,7 @@ class ToolSession:
         self._episode = episode
         self._snapshots = snapshots
         self.opening_text = ""
+        self.opening_images: tuple[ImageRef, ...] = ()
         self._tools: dict[str, Tool] = {}
         self._objects: dict[int, EpisodeObject] = {}  # by the identity of Tool.state
 
@@ -279,17 +284,20 @@ class ToolSession:
             tools_by_state.setdefault(id(tool.state), []).append(tool)
 
         opening = (self._open_object(shared, sample_tools) for shared in tools_by_state.values())
-        opening_texts: list[str] = []
+        openings: list[ToolAnswer] = []
         for outcome in await asyncio.gather(*opening, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
-            opening_texts.append(outcome)
+            openings.append(outcome)
 
-        self.opening_text = "".join(opening_texts)
+        self.opening_text = "".join(opening.content for opening in openings)
+        self.opening_images = tuple(
+            self._add_image(image) for opening in openings for image in opening.images
+        )
         self._tools = tools
 
-    async def _open_object(self, tools: Sequence[Tool], sample_tools: SampleTools) -> str:
-        """Make and open the object that these tools share. Return its text for the prompt."""
+    async def _open_object(self, tools: Sequence[Tool], sample_tools: SampleTools) -> ToolAnswer:
+        """Make and open the object that these tools share. Return what the object adds to the prompt."""
         state = tools[0].state
         assert state is not None
         try:
@@ -300,14 +308,14 @@ class ToolSession:
             )
             arguments = merged_arguments(tools, sample_tools)
 
-            async def open_object() -> str:
+            async def open_object() -> ToolAnswer:
                 made_object = await in_thread(state, "tool") if blocking else state()
                 episode_object = EpisodeObject(made_object, blocking, call_seconds, snapshots)
                 self._objects[id(state)] = episode_object
-                return await episode_object.open(self._sample, arguments)
+                return await episode_object.open(self._sample, arguments, self._toolbox.image_layout)
 
-            opening_text: str = await call_user(open_object, call_seconds)
-            return opening_text
+            opening: ToolAnswer = await call_user(open_object, call_seconds)
+            return opening
         except SetupError:
             raise
         except Exception as problem:

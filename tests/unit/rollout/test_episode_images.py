@@ -148,6 +148,43 @@ def test_the_model_reads_images_of_a_tool() -> None:
     assert dict(bench.engine.requests[-1].images) == {image.ref.digest: image.file for image in STORED}
 
 
+class Camera:
+    """Shows a red picture at the start, and a blue one for each call."""
+
+    def reset(self) -> list[Any]:
+        return [" Look:", RED]
+
+    def look(self) -> PIL.Image.Image:
+        """Look."""
+        return BLUE
+
+
+def camera_bench(turns: list[str], **options: Any) -> TurnBench:
+    bench = TurnBench(turns, nothing, **options)
+    bench.tools = {member.name: member for member in tool(Camera)}
+    return bench
+
+
+def test_reset_of_a_class_adds_an_image_to_the_prompt() -> None:
+    bench = camera_bench([call("look"), "42"], chat=chat())
+    bench.finished()
+    assert [run.digest for run in find_runs(bench.engine.requests[1].ids)] == [RED_DIGEST, BLUE_DIGEST]
+    assert posted_images(bench) == [
+        (Generated, [RED_DIGEST]),
+        (Replied, [BLUE_DIGEST]),
+        (Generated, []),
+    ]
+    assert "q Look:" in bench.rows[0]
+
+    resumed = camera_bench(["42"], chat=chat())
+    resumed.finished(bench.record[:2])
+    assert resumed.engine.requests[0].ids == bench.engine.requests[1].ids
+
+    text_bench = camera_bench(["42"])
+    text_bench.finished()
+    assert text_bench.rows[0].endswith("q Look:[image]42")
+
+
 def picture_part(image: PIL.Image.Image) -> dict[str, Any]:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
