@@ -27,6 +27,7 @@ MODULE_OF_NAME = {
     "Tool": "asyncrl.tools",
     "ToolError": "asyncrl.tools",
     "Rewarded": "asyncrl.tools",
+    "ImageFile": "asyncrl.vision.content",
     "signature_of": "asyncrl.tools",
     "Environment": "asyncrl.environments",
     "RewardInput": "asyncrl.rewards",

@@ -250,7 +250,8 @@ class Chat:
         """Return `shorten` of text that has an IMAGE_MARK for each of the images. The limit is for the text
         without the images; the images of a text that is cut follow the text."""
         if not images:
-            return self.shorten(text, limit, cut)
+            # A mark in the text would count as an image of another message that a template joins to this one.
+            return self.shorten(text.replace(IMAGE_MARK, "") if self.image_layout else text, limit, cut)
 
         parts = [self._without_control(part) for part in text.split(IMAGE_MARK)]
         whole_text = "".join(parts)

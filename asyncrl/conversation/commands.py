@@ -100,13 +100,14 @@ Command = Open | Generate | CallTools | Step | Score | Done | Fail
 
 class Opened(msgspec.Struct, frozen=True):
     """Answers Open: schemas of the tools (JSON text), the names of the tools that the environment answers
-    itself, the environment's messages after the sample's prompt, and the text that objects of tools add to
-    the prompt's last message of the user."""
+    itself, the environment's messages after the sample's prompt, and the text with the images that objects of
+    tools add to the prompt's last message of the user."""
 
     tools: tuple[str, ...] = ()
     own_tools: frozenset[str] = frozenset()
     messages: tuple[Message, ...] = ()
     opening_text: str = ""
+    opening_images: tuple[ImageRef, ...] = ()
 
 
 class TurnGenerated(msgspec.Struct, frozen=True):

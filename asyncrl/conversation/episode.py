@@ -202,10 +202,10 @@ def shorten_observation(rules: Rules, observation: Observation) -> Observation:
 def _opened(rules: Rules, episode: Episode, opened: Opened) -> Episode:
     """Begin the first row with the prompt."""
     opened = replace(opened, messages=_shorten_messages(rules, opened.messages))
-    opening_text = rules.shorten(opened.opening_text)
-    prompt = (
-        _with_opening_text(episode.sample.prompt, opening_text) if opening_text else episode.sample.prompt
-    )
+    opening_text = rules.shorten_content(opened.opening_text, opened.opening_images)
+    prompt = episode.sample.prompt
+    if opening_text:
+        prompt = _with_opening(prompt, opening_text, opened.opening_images)
     episode = replace(episode, sample=replace(episode.sample, prompt=prompt), opened=opened)
 
     prompt_ids = _prompt_ids(rules, episode)
@@ -451,15 +451,18 @@ def _row_ids(episode: Episode, command: Generate) -> tuple[int, ...]:
     return episode.rows[command.row] if command.row < len(episode.rows) else ()
 
 
-def _with_opening_text(prompt: tuple[Message, ...], text: str) -> tuple[Message, ...]:
-    """Add the text to the last message of the user, without a separator, as TRL does; to a prompt without one
-    as a message of its own."""
+def _with_opening(
+    prompt: tuple[Message, ...], text: str, images: tuple[ImageRef, ...]
+) -> tuple[Message, ...]:
+    """Add the text and its images to the last message of the user, without a separator, as TRL does; to a
+    prompt without one as a message of its own."""
     for position in reversed(range(len(prompt))):
         if prompt[position].role == "user":
-            message = replace(prompt[position], content=prompt[position].content + text)
+            message = prompt[position]
+            message = replace(message, content=message.content + text, images=message.images + images)
             return (*prompt[:position], message, *prompt[position + 1 :])
 
-    return (*prompt, Message("user", text))
+    return (*prompt, Message("user", text, images=images))
 
 
 def _shorten_messages(rules: Rules, messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -3,6 +3,7 @@
 from asyncrl.environments.base import (
     Environment,
     environments,
+    image_observation,
     load_environment,
     text_observation,
 )

@@ -38,7 +38,8 @@ class Environment(Protocol):
 
     @abstractmethod
     async def reset(self, sample: Sample) -> Observation:
-        """Begin an episode. The returned messages, which may be empty, follow the sample's prompt."""
+        """Begin an episode. The returned messages, which may be empty, follow the sample's prompt. The
+        content of a message may be a PIL.Image, or a list of texts and images."""
 
     @abstractmethod
     async def step(self, message: Message) -> Observation:
@@ -95,3 +96,9 @@ def _check_environment(environment: Environment, key_path: str) -> None:
 
 def text_observation(text: str, reward: float = 0.0, done: bool = False) -> Observation:
     return Observation((Message("user", text),), reward, done)
+
+
+def image_observation(*content: Any, reward: float = 0.0, done: bool = False) -> Observation:
+    """Return an observation with a message of texts and images (PIL.Image or ImageFile), in this order."""
+    message_content: Any = list(content)
+    return Observation((Message("user", message_content),), reward, done)

@@ -1,4 +1,4 @@
-"""Gymnasium's text environments: a turn is an action, an observation is text.
+"""Gymnasium's environments: a turn is an action, an observation is text or the rendered image.
 
 prompt ──reset(seed)──► text ──turn: "... left"──► action 0 ──env.step──► text, reward, done
 """
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from asyncrl.environments.base import Environment, environments, text_observation
+from asyncrl.environments.base import Environment, environments, image_observation, text_observation
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.isolation.calls import OwnThread
 from asyncrl.registry import load_object
@@ -29,12 +29,13 @@ class Gymnasium(Environment):
     `id`: the environment's name for `gymnasium.make` (`module:Name-v0` imports the module first).
     `arguments`: further arguments, a JSON object; the sample's `extra_info.gymnasium` adds to them.
     `actions`: names of the actions in order, separated by commas; the last action name or number in a turn
-    is the action taken. `show`: the rendered text or the observation for the model (`auto`: the text if the
-    environment renders text). `describe`: `module:function` or `file.py:function`, (observation, env) ->
-    text, replaces both. A turn without an action is answered with a hint and earns `unreadable`. The seed is
-    `extra_info.seed`, or else the sample's index: the episodes of a group begin in the same state. `thread`:
-    run each environment in a separate thread, so that slow environments delay no other episode; off: run in
-    the worker's event loop, for environments that must all share one thread."""
+    is the action taken. `show`: the rendered text, the observation or the rendered image for the model
+    (`auto`: the text if the environment renders text). `describe`: `module:function` or `file.py:function`,
+    (observation, env) -> text, replaces text and observation, and comes before an image. A turn without an
+    action is answered with a hint and earns `unreadable`. The seed is `extra_info.seed`, or else the sample's
+    index: the episodes of a group begin in the same state. `thread`: run each environment in a separate
+    thread, so that slow environments delay no other episode; off: run in the worker's event loop, for
+    environments that must all share one thread."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class Gymnasium(Environment):
         id: str,
         arguments: str = "{}",
         actions: str = "",
-        show: Literal["auto", "text", "observation"] = "auto",
+        show: Literal["auto", "text", "observation", "image"] = "auto",
         describe: str = "",
         unreadable: float = 0.0,
         thread: bool = True,
@@ -52,10 +53,16 @@ class Gymnasium(Environment):
         self._unreadable = unreadable
 
         render_modes = _find_render_modes(id)
-        self._render_mode = "ansi" if "ansi" in render_modes and show != "observation" else None
-        if show == "text" and self._render_mode is None:
+        self._render_mode: str | None = None
+        if show == "image":
+            self._render_mode = "rgb_array"
+        elif show == "text" or (show == "auto" and "ansi" in render_modes):
+            self._render_mode = "ansi"
+
+        if self._render_mode is not None and self._render_mode not in render_modes:
             raise ConfigError(
-                f"{id} cannot render text (render modes: {', '.join(render_modes) or 'none'}); set show=auto"
+                f"{id} cannot render {'an image' if show == 'image' else 'text'} (render modes: "
+                f"{', '.join(render_modes) or 'none'}); set show=auto"
             )
 
         self._describe = load_object(describe, "description") if describe else None
@@ -90,7 +97,7 @@ class Gymnasium(Environment):
         self._read_action = _make_action_reader(self._environment.action_space, self._action_names)
 
         observation, _ = self._environment.reset(seed=int(extra.get("seed", sample.row)))
-        return text_observation(self._observation_text(observation))
+        return self._observe(observation)
 
     def _take_action(self, text: str) -> Observation:
         try:
@@ -98,20 +105,30 @@ class Gymnasium(Environment):
         except ValueError as error:
             return text_observation(str(error), self._unreadable)
         observation, reward, terminated, truncated, _ = self._environment.step(action)
-        return text_observation(
-            self._observation_text(observation), float(reward), bool(terminated or truncated)
-        )
+        return self._observe(observation, float(reward), bool(terminated or truncated))
 
     def _close_environment(self) -> None:
         if self._environment is not None:
             self._environment.close()
 
-    def _observation_text(self, observation: Any) -> str:
+    def _observe(self, observation: Any, reward: float = 0.0, done: bool = False) -> Observation:
+        description = ""
         if self._describe is not None:
-            return self._describe(observation, self._environment.unwrapped)
+            description = self._describe(observation, self._environment.unwrapped)
+
+        if self._render_mode == "rgb_array":
+            import PIL.Image
+
+            image = PIL.Image.fromarray(self._environment.render())
+            content = [description, image] if description else [image]
+            return image_observation(*content, reward=reward, done=done)
+        if self._describe is not None:
+            return text_observation(description, reward, done)
         if self._render_mode is None:
-            return str(observation)
-        return _ESCAPE_SEQUENCE.sub("", _COLOURED_TEXT.sub(r"[\1]", self._environment.render())).strip("\n")
+            return text_observation(str(observation), reward, done)
+
+        text = _ESCAPE_SEQUENCE.sub("", _COLOURED_TEXT.sub(r"[\1]", self._environment.render()))
+        return text_observation(text.strip("\n"), reward, done)
 
 
 def _make_action_reader(action_space: Any, action_names: Sequence[str]) -> Callable[[str], Any]:

@@ -52,7 +52,7 @@ class EpisodeParts:
     @cached_property
     def toolbox(self) -> Toolbox:
         rollout = self.config.rollout
-        return Toolbox(load_tools(rollout.tools, rollout.tool_args), rollout.tool_timeout)
+        return Toolbox(load_tools(rollout.tools, rollout.tool_args), rollout.tool_timeout, self.image_layout)
 
     @cached_property
     def reward(self) -> EpisodeReward:

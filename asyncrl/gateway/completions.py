@@ -21,13 +21,14 @@ from asyncrl.gateway.exchange import (
     StreamedText,
     agent_request,
     calls_of,
+    content_of,
     new_id,
     openai_error,
     read_body,
     stops_of,
-    text_of,
     tool_call,
 )
+from asyncrl.gateway.images import TEXT_ONLY, RequestImages
 from asyncrl.types import Message, StopReason
 
 MAX_CHOICES = 128  # answers to one request
@@ -84,23 +85,27 @@ UNSUPPORTED_FIELDS = {
 }
 
 
-def read(body: bytes) -> ChatExchange:
-    """Read a request. ApiError for an invalid request, or an unsupported option."""
-    return ChatExchange(read_body(body, ChatRequest, UNSUPPORTED_FIELDS))
+def read(body: bytes, images: RequestImages = TEXT_ONLY) -> ChatExchange:
+    """Read a request. ApiError for an invalid request, or an unsupported option; ImageError for a bad
+    image."""
+    return ChatExchange(read_body(body, ChatRequest, UNSUPPORTED_FIELDS), images)
 
 
 DIALECT = ApiDialect(read, openai_error)
 
 
-def _message(chat_message: ChatMessage) -> Message:
+def _message(chat_message: ChatMessage, images: RequestImages) -> Message:
+    is_answer = chat_message.role == "assistant"
+    content = content_of(chat_message.content, TEXT_ONLY if is_answer else images)
     calls = [(call.function, call.id or "") for call in chat_message.tool_calls or ()]
     return Message(
         chat_message.role,
-        text_of(chat_message.content),
+        content.text,
         tuple(tool_call(function.name, function.arguments or "", wire_id) for function, wire_id in calls),
         chat_message.tool_call_id or "",
         chat_message.name or "",
         chat_message.reasoning_content or "",
+        content.images,
     )
 
 
@@ -109,12 +114,12 @@ class ChatExchange(Exchange):
 
     request: ChatRequest
 
-    def __init__(self, request: ChatRequest) -> None:
+    def __init__(self, request: ChatRequest, images: RequestImages) -> None:
         self.request = request
         self.left_out = {}
         token_limits = filter(None, (request.max_tokens, request.max_completion_tokens))
         self.agent_request = agent_request(
-            map(_message, request.messages),
+            (_message(message, images) for message in request.messages),
             request.tools or (),
             model=request.model,
             tool_choice=request.tool_choice,

@@ -20,12 +20,12 @@ from msgspec.structs import replace
 
 from asyncrl.conversation.requests import AgentRequest, Refusal
 from asyncrl.errors import UNDECODABLE, AsyncrlError
+from asyncrl.gateway.images import RequestContent, RequestImages
 from asyncrl.types import EpisodeEnd, Message, ToolCall, Turn
 
 T = TypeVar("T")
 
 MODEL = "policy"
-PICTURE_NOTE = "[an image was here; this model reads only text]"
 IGNORED_FIELDS = (
     "temperature",
     "top_p",
@@ -124,7 +124,7 @@ class Exchange(Protocol):
 class ApiDialect:
     """An API's requests and errors, and the bytes behind the last event of its streams."""
 
-    read: Callable[[bytes], Exchange]
+    read: Callable[[bytes, RequestImages], Exchange]
     error: Callable[[ApiError], dict[str, Any]]
     done: bytes = b"data: [DONE]\n\n"
 
@@ -162,9 +162,12 @@ def _unstreamed_part(streamed_text: str, full_text: str) -> str:
 
 
 class ContentPart(msgspec.Struct, frozen=True):
+    """A part of a message's content. `image_url`: a URL, or an object with `url`."""
+
     type: str
     text: str = ""
     refusal: str = ""
+    image_url: Any = None
 
 
 Limit = Annotated[int, Meta(ge=1)]
@@ -252,19 +255,23 @@ def _tool_schema(schema: dict[str, Any]) -> str:
     return msgspec.json.encode(schema).decode()
 
 
-def text_of(content: str | list[ContentPart] | None) -> str:
-    """Return the text of a message, with a note for each picture. ApiError for other content."""
+def content_of(content: str | list[ContentPart] | None, images: RequestImages) -> RequestContent:
+    """Return the text and the images of a message. ApiError for other content, ImageError for a bad image."""
     if content is None or isinstance(content, str):
-        return content or ""
-
-    supported_types = ("text", "refusal", "image", "image_url")
-    if unsupported_types := [part.type for part in content if not part.type.endswith(supported_types)]:
-        raise ApiError(400, f"content of type {unsupported_types[0]!r} is not supported; send text")
+        return images.read_text(content or "")
 
     picture_types = ("image", "image_url")
-    return "".join(
-        PICTURE_NOTE if part.type.endswith(picture_types) else part.text or part.refusal for part in content
-    )
+    contents: list[RequestContent] = []
+    for part in content:
+        if part.type.endswith(picture_types):
+            is_object = isinstance(part.image_url, dict)
+            contents.append(images.read_url(part.image_url.get("url") if is_object else part.image_url))
+        elif part.type.endswith(("text", "refusal")):
+            contents.append(images.read_text(part.text or part.refusal))
+        else:
+            raise ApiError(400, f"content of type {part.type!r} is not supported; send text or images")
+
+    return RequestContent.join("", contents)
 
 
 def tool_call(name: str, arguments: str, wire_id: str) -> ToolCall:

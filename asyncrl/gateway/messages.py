@@ -19,7 +19,6 @@ from msgspec import Meta
 from asyncrl.gateway.completions import MAX_STOPS, Stop
 from asyncrl.gateway.exchange import (
     MODEL,
-    PICTURE_NOTE,
     AgentReply,
     ApiDialect,
     ApiError,
@@ -34,6 +33,7 @@ from asyncrl.gateway.exchange import (
     read_body,
     tool_call,
 )
+from asyncrl.gateway.images import PICTURE_NOTE, TEXT_ONLY, RequestContent, RequestImages
 from asyncrl.types import EpisodeEnd, Message, StopReason
 
 # Depends on the prompt: with this header, no two tasks share a prefix.
@@ -49,7 +49,7 @@ ERROR_TYPES = {
     410: "invalid_request_error",
     413: "request_too_large",
 }
-UNREADABLE_TYPES = ("image", "document")  # types of blocks that a model of text cannot read
+DOCUMENT_NOTE = "[a document was here; this model does not read documents]"
 
 
 class ContentBlock(msgspec.Struct, frozen=True):
@@ -100,9 +100,9 @@ class MessagesRequest(msgspec.Struct, frozen=True):
     thread: Any = None
 
 
-def read(body: bytes) -> MessagesExchange:
-    """Read a request. ApiError for an invalid request, and for a request that continues a stored
-    conversation: Anthropic's clients know that code, and send all messages again."""
+def read(body: bytes, images: RequestImages = TEXT_ONLY) -> MessagesExchange:
+    """Read a request. ImageError for a bad image. ApiError for an invalid request, and for a request that
+    continues a stored conversation: Anthropic's clients know that code, and send all messages again."""
     request = read_body(body, MessagesRequest, {})
     if request.thread is not None:
         text = (
@@ -110,7 +110,7 @@ def read(body: bytes) -> MessagesExchange:
             "(set thread=False in tool runners)"
         )
         raise ApiError(400, text, "thread_unsupported_request")
-    return MessagesExchange(request)
+    return MessagesExchange(request, images)
 
 
 def write_error(error: ApiError) -> dict[str, Any]:
@@ -136,37 +136,56 @@ def _blocks(content: Content) -> list[ContentBlock]:
     return content if isinstance(content, list) else []
 
 
-def _blocks_text(blocks: Sequence[ContentBlock]) -> str:
-    """Return the text of blocks, each on new lines; a note replaces a picture. ApiError for other blocks."""
-    texts = []
-    for block in blocks:
-        if block.type in UNREADABLE_TYPES:
-            texts.append(_document_text(block.source))
-        elif block.type == "text":
-            texts.append(block.text or "")
-        elif block.type == "tool_reference":
-            texts.append(block.tool_name)
-        elif block.type == "search_result":
-            result_texts = block.title or "", str(block.source or ""), _blocks_text(_blocks(block.content))
-            texts.append("\n".join(result_texts))
-        else:
-            raise ApiError(400, f"a block of type {block.type!r} is not supported here; send text")
-
-    return "\n".join(texts)
+def _blocks_content(blocks: Sequence[ContentBlock], images: RequestImages) -> RequestContent:
+    """Return the texts and images of blocks, each on new lines. ApiError for other blocks."""
+    return RequestContent.join("\n", (_block_content(block, images) for block in blocks))
 
 
-def _document_text(source: Any) -> str:
-    """Return the text of a text document; for any other document the note about pictures."""
+def _block_content(block: ContentBlock, images: RequestImages) -> RequestContent:
+    match block.type:
+        case "text":
+            return images.read_text(block.text or "")
+        case "image":
+            return _image_content(block.source, images)
+        case "document":
+            return _document_content(block.source, images)
+        case "tool_reference":
+            return images.read_text(block.tool_name)
+        case "search_result":
+            head = images.read_text(f"{block.title or ''}\n{block.source or ''}")
+            return RequestContent.join("\n", (head, _blocks_content(_blocks(block.content), images)))
+    raise ApiError(400, f"a block of type {block.type!r} is not supported here; send text or images")
+
+
+def _image_content(source: Any, images: RequestImages) -> RequestContent:
+    """Read the source of an image block. ImageError for a source other than base64."""
+    match source:
+        case {"type": "base64", "data": str(encoded_file)}:
+            return images.read_base64(encoded_file)
+    return images.read_url(source.get("url") if isinstance(source, dict) else None)
+
+
+def _document_content(source: Any, images: RequestImages) -> RequestContent:
+    """Return the texts and images of a document; a note for a document in another form."""
+    note = PICTURE_NOTE if images.layout is None else DOCUMENT_NOTE
     match source:
         case {"type": "text", "data": str(text)} | {"type": "content", "content": str(text)}:
-            return text
+            return images.read_text(text)
         case {"type": "content", "content": list(blocks)}:
-            texts = [block.get("text") if isinstance(block, dict) else None for block in blocks]
-            return "\n".join(text if isinstance(text, str) else PICTURE_NOTE for text in texts)
-    return PICTURE_NOTE
+            contents: list[RequestContent] = []
+            for block in blocks:
+                match block:
+                    case {"text": str(text)}:
+                        contents.append(images.read_text(text))
+                    case {"type": "image", "source": image_source}:
+                        contents.append(_image_content(image_source, images))
+                    case _:
+                        contents.append(RequestContent(note))
+            return RequestContent.join("\n", contents)
+    return RequestContent(note)
 
 
-def _conversation_messages(sent_messages: Sequence[SentMessage]) -> Iterator[Message]:
+def _conversation_messages(sent_messages: Sequence[SentMessage], images: RequestImages) -> Iterator[Message]:
     for message in sent_messages:
         blocks = _blocks(message.content)
         if message.role == "assistant":
@@ -181,12 +200,14 @@ def _conversation_messages(sent_messages: Sequence[SentMessage]) -> Iterator[Mes
 
         for block in blocks:
             if block.type == "tool_result":
-                text = _blocks_text(_blocks(block.content))
+                content = _blocks_content(_blocks(block.content), images)
+                text = content.text
                 text = f"Error: {text}" if block.is_error and not text.startswith("Error") else text
-                yield Message("tool", text, tool_call_id=block.tool_use_id)
+                yield Message("tool", text, tool_call_id=block.tool_use_id, images=content.images)
 
         if spoken_blocks := [block for block in blocks if block.type != "tool_result"]:
-            yield Message(message.role, _blocks_text(spoken_blocks))
+            content = _blocks_content(spoken_blocks, images)
+            yield Message(message.role, content.text, images=content.images)
 
 
 class MessagesExchange(Exchange):
@@ -195,9 +216,9 @@ class MessagesExchange(Exchange):
 
     request: MessagesRequest
 
-    def __init__(self, request: MessagesRequest) -> None:
+    def __init__(self, request: MessagesRequest, images: RequestImages) -> None:
         self.request = request
-        system_lines = _blocks_text(_blocks(request.system)).split("\n")
+        system_lines = _blocks_content(_blocks(request.system), TEXT_ONLY).text.split("\n")
         unbilled_lines = [line for line in system_lines if not line.startswith(BILLING_HEADER)]
         system_text = "\n".join(unbilled_lines)
         system_messages = [Message("system", system_text)] if system_text else []
@@ -216,7 +237,7 @@ class MessagesExchange(Exchange):
             self.left_out["a billing header"] = BILLING_EFFECT
 
         self.agent_request = agent_request(
-            [*system_messages, *_conversation_messages(request.messages)],
+            [*system_messages, *_conversation_messages(request.messages, images)],
             functions,
             model=request.model,
             tool_choice=request.tool_choice,

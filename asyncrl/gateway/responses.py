@@ -32,12 +32,13 @@ from asyncrl.gateway.exchange import (
     StreamedText,
     agent_request,
     calls_of,
+    content_of,
     new_id,
     openai_error,
     read_body,
-    text_of,
     tool_call,
 )
+from asyncrl.gateway.images import TEXT_ONLY, RequestImages
 from asyncrl.types import Message, StopReason
 
 TEXT_EVENTS = {"reasoning": "reasoning_text", "message": "output_text"}  # events of an item's text
@@ -102,15 +103,16 @@ UNSUPPORTED_FIELDS = {
 }
 
 
-def read(body: bytes) -> ResponsesExchange:
-    """Read a request. ApiError for an invalid request, or an unsupported option."""
-    return ResponsesExchange(read_body(body, ResponsesRequest, UNSUPPORTED_FIELDS))
+def read(body: bytes, images: RequestImages = TEXT_ONLY) -> ResponsesExchange:
+    """Read a request. ApiError for an invalid request, or an unsupported option; ImageError for a bad
+    image."""
+    return ResponsesExchange(read_body(body, ResponsesRequest, UNSUPPORTED_FIELDS), images)
 
 
 DIALECT = ApiDialect(read, openai_error)
 
 
-def _messages(items: Sequence[Item]) -> Iterator[Message]:
+def _messages(items: Sequence[Item], images: RequestImages) -> Iterator[Message]:
     """Yield the messages of items. Successive items of the model become one message."""
     model_message: Message | None = None  # the model's message so far
     for item in items:
@@ -132,9 +134,11 @@ def _messages(items: Sequence[Item]) -> Iterator[Message]:
 
         match item.type:
             case "reasoning":
-                model_message = Message("assistant", reasoning=text_of(item.content) or text_of(item.summary))
+                thoughts = content_of(item.content or item.summary, TEXT_ONLY)
+                model_message = Message("assistant", reasoning=thoughts.text)
             case "message" if item.role == "assistant":
-                model_message = replace(model_message or Message("assistant"), content=text_of(item.content))
+                answer = content_of(item.content, TEXT_ONLY)
+                model_message = replace(model_message or Message("assistant"), content=answer.text)
             case "function_call" | "custom_tool_call":
                 free_form = item.type == "custom_tool_call"
                 arguments = json.dumps({TEXT_ARGUMENT: item.input}) if free_form else item.arguments
@@ -142,9 +146,11 @@ def _messages(items: Sequence[Item]) -> Iterator[Message]:
                 model_message = model_message or Message("assistant")
                 model_message = replace(model_message, tool_calls=(*model_message.tool_calls, call))
             case "function_call_output" | "custom_tool_call_output":
-                yield Message("tool", text_of(item.output), tool_call_id=item.call_id)
+                output = content_of(item.output, images)
+                yield Message("tool", output.text, tool_call_id=item.call_id, images=output.images)
             case "message" if item.role:
-                yield Message(item.role, text_of(item.content))
+                content = content_of(item.content, images)
+                yield Message(item.role, content.text, images=content.images)
             case _:
                 raise ApiError(400, f"an item of type {item.type!r} is not supported or has no role")
 
@@ -217,7 +223,7 @@ class ResponsesExchange(Exchange):
 
     request: ResponsesRequest
 
-    def __init__(self, request: ResponsesRequest) -> None:
+    def __init__(self, request: ResponsesRequest, images: RequestImages) -> None:
         self.request = request
         items = list[Item]()
         if request.instructions:
@@ -238,7 +244,7 @@ class ResponsesExchange(Exchange):
             )
 
         self.agent_request = agent_request(
-            _messages(items),
+            _messages(items, images),
             [{"type": "function", "function": tool.function} for tool in tools],
             model=request.model,
             tool_choice=request.tool_choice,

@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from ipaddress import ip_address
 from typing import Any, Protocol
 
@@ -44,7 +45,10 @@ from asyncrl.gateway.exchange import (
     Listener,
     encode_events,
 )
+from asyncrl.gateway.images import RequestImages
+from asyncrl.isolation.calls import to_its_end
 from asyncrl.values import shorten_to_line
+from asyncrl.vision.files import ImageError
 
 log = logging.getLogger("asyncrl.gateway")
 
@@ -127,6 +131,11 @@ _gateways: dict[str, Gateway] = {}  # by the keys of episodes that run in this p
 class Host(Protocol):
     """An episode that answers an agent. Requests may overlap; a request whose client has left is
     cancelled."""
+
+    @property
+    def images(self) -> RequestImages:
+        """Return what reads the images of the episode's requests."""
+        raise NotImplementedError
 
     async def answer(
         self, agent_request: AgentRequest, count: int, listener: Listener | None, attempt: int = 0
@@ -390,7 +399,8 @@ class Gateway:
 
     async def _handle_count(self, request: web.Request) -> web.StreamResponse:
         running_episode = self._episode_of_key(request)
-        exchange = messages.read(await self._read_body(request, running_episode))
+        body = await self._read_body(request, running_episode)
+        exchange = await _read_exchange(messages.DIALECT, body, running_episode.host.images)
         return _json_response({"input_tokens": await running_episode.host.count(exchange.agent_request)})
 
     async def _handle_exchange(self, request: web.Request) -> web.StreamResponse:
@@ -401,7 +411,7 @@ class Gateway:
             running_episode.first_request.set_result(None)
 
         body = await self._read_body(request, running_episode)
-        exchange = dialect.read(body)
+        exchange = await _read_exchange(dialect, body, running_episode.host.images)
         self._log_unheeded(body, exchange)
 
         agent_request = exchange.agent_request
@@ -625,6 +635,13 @@ async def _end_earlier_tries(
             await earlier.finished.wait()
 
 
+async def _read_exchange(dialect: ApiDialect, body: bytes, images: RequestImages) -> Exchange:
+    """Read a request; in a thread if there may be images to decode. ApiError, ImageError."""
+    if images.layout is None:
+        return dialect.read(body, images)
+    return await to_its_end(partial(dialect.read, body, images))
+
+
 def _check_parts(body: bytes) -> None:
     """Raise ApiError for a body that would take too much time and memory to decode."""
     if len(body) > MAX_PARTS and len(body.translate(None, OTHER_BYTES)) > MAX_PARTS:
@@ -701,6 +718,8 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case ImageError():
+            return ApiError(400, str(error), "invalid_image")
         case web.HTTPNotFound() | web.HTTPMethodNotAllowed():
             paths = ", ".join(f"POST {path}" for path in (*DIALECTS, COUNT_PATH))
             message = (

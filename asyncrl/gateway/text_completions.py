@@ -34,6 +34,7 @@ from asyncrl.gateway.exchange import (
     read_body,
     stops_of,
 )
+from asyncrl.gateway.images import TEXT_ONLY, RequestImages
 from asyncrl.types import Message
 
 
@@ -56,7 +57,7 @@ class TextRequest(msgspec.Struct, frozen=True):
 UNSUPPORTED_FIELDS = {"echo": "you already have the prompt", "suffix": "text can only be continued"}
 
 
-def read(body: bytes) -> TextExchange:
+def read(body: bytes, images: RequestImages = TEXT_ONLY) -> TextExchange:
     """Read a request. ApiError for an invalid request, or an unsupported option."""
     request = read_body(body, TextRequest, UNSUPPORTED_FIELDS)
     if request.best_of not in (None, request.n or 1):

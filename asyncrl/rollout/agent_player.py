@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -27,6 +27,7 @@ from asyncrl.data.tasks import task_of
 from asyncrl.errors import ConfigError, EngineError, ProtocolError, SetupError, describe, users_code
 from asyncrl.gateway import Agent, AgentError, CommandError, Gateway, TimeUp
 from asyncrl.gateway.exchange import AgentReply, Listener
+from asyncrl.gateway.images import RequestImages
 from asyncrl.isolation.calls import LoopThread, to_its_end
 from asyncrl.rollout.episode_run import EpisodeRun, Outcome
 from asyncrl.runtime.activity import Notifier, Waits
@@ -79,6 +80,11 @@ class AgentHost:
         self._render_lock = asyncio.Lock()
         self._post_lock = asyncio.Lock()  # turns are posted in the order of turn numbers
         self._turn_added = Notifier()
+
+    @cached_property
+    def images(self) -> RequestImages:
+        layout = self._episode_run.context.rules.chat.image_layout
+        return RequestImages(layout, self._episode_run.images.add)
 
     async def answer(
         self, request: AgentRequest, count: int, listener: Listener | None, attempt: int = 0

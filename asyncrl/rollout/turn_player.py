@@ -48,7 +48,10 @@ class TurnPlayer:
     def __post_init__(self) -> None:
         assignment = self.run.assignment
         self._tools = self.toolbox.session(
-            assignment.sample, assignment.attempt.uid, self.run.context.snapshots
+            assignment.sample,
+            assignment.attempt.uid,
+            self.run.context.snapshots,
+            add_image=self.run.images.add,
         )
 
     @property
@@ -132,10 +135,20 @@ class TurnPlayer:
         """Open the tools, then reset the environment."""
         await self._tools.open()
         if self.make_environment is None:
-            return commands.Opened(self._tools.schemas, opening_text=self._tools.opening_text)
+            return commands.Opened(
+                self._tools.schemas,
+                opening_text=self._tools.opening_text,
+                opening_images=self._tools.opening_images,
+            )
 
         tool_timeout = self._rules.config.tool_timeout
-        self._environment = EpisodeEnvironment(self.make_environment, tool_timeout, self.run.context.waits)
+        self._environment = EpisodeEnvironment(
+            self.make_environment,
+            tool_timeout,
+            self.run.context.waits,
+            self._rules.chat.image_layout,
+            self.run.images.add,
+        )
         first_observation = await self._environment.reset(self.run.assignment.sample)
         if first_observation.done:
             raise EnvironmentFailed("the environment ended the episode before the first turn")
@@ -151,6 +164,7 @@ class TurnPlayer:
             frozenset(tool["function"]["name"] for tool in environment_tools),
             first_observation.messages,
             self._tools.opening_text,
+            self._tools.opening_images,
         )
 
     async def _step_environment(self, turn_number: int, message: Message) -> Observation:
@@ -186,9 +200,10 @@ class TurnPlayer:
                 raise
             await self._tools.close()
             await self._tools.open()
-            if self._tools.opening_text != episode.opened.opening_text:
+            opening = (self._tools.opening_text, self._tools.opening_images)
+            if opening != (episode.opened.opening_text, episode.opened.opening_images):
                 raise ProtocolError(
-                    "the reset of a tool's object returned different text when replayed"
+                    "the reset of a tool's object returned different text or images when replayed"
                 ) from None
             await self._repeat_turns(episode)
 
@@ -198,7 +213,7 @@ class TurnPlayer:
 
     async def _repeat_turns(self, episode: Episode) -> None:
         for turn, parsed in zip(episode.turns, episode.read, strict=True):
-            await self._tools.redo(turn.replies, self._rules.shorten, turn.index)
+            await self._tools.redo(turn.replies, self._rules.shorten_content, turn.index)
             if turn.observation is None:
                 continue
 

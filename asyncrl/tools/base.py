@@ -8,7 +8,8 @@
                                                  def close(self): ...
 
 A class with a method `call` is a single tool, named after the class. The JSON schema comes from the
-signature and the docstring; arguments are checked against the schema.
+signature and the docstring; arguments are checked against the schema. A tool returns text, a PIL.Image, a
+list of texts and images, or a value that becomes JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ import msgspec
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.registry import Registry
 from asyncrl.tools.schema import Decode, signature_of
+from asyncrl.types import IMAGE_MARK
 from asyncrl.values import finite_number
+from asyncrl.vision.content import has_images, read_content, without_marks
+from asyncrl.vision.files import StoredImage
+from asyncrl.vision.layout import ImageLayout
 
 Replay = Literal["pure", "reapply", "no"]
 RESERVED_METHODS = frozenset({
@@ -259,7 +264,7 @@ def join_names(tool_names: Iterable[str]) -> str:
     return ", ".join(sorted(tool_names)) or "none"
 
 
-# -- from a tool's result to text; only memory is bounded here: the episode cuts replies, in tokens --------
+# -- from a tool's result to content; only memory is bounded here: the episode cuts replies, in tokens -----
 
 
 @dataclass(frozen=True)
@@ -271,13 +276,37 @@ class Rewarded:
     reward: float
 
 
-def read_reply(value: Any) -> tuple[str, float]:
-    """Return (text, reward) of a tool's result: text unchanged, other values as JSON. ValueError: the reward
-    is not a finite number."""
+class ToolAnswer(msgspec.Struct, frozen=True):
+    """Holds the result of a call. `content` has an IMAGE_MARK for each of the images. `refused`: the tool
+    raised ToolError, with `content` as the text."""
+
+    content: str
+    reward: float = 0.0
+    refused: bool = False
+    images: tuple[StoredImage, ...] = ()
+
+
+def returns_images(value: Any) -> bool:
+    """Return True if a tool's result has images: `read_answer` then takes its time."""
+    return has_images(value.content if isinstance(value, Rewarded) else value)
+
+
+def read_answer(value: Any, layout: ImageLayout | None) -> ToolAnswer:
+    """Return the answer for a tool's result: text unchanged, images as the model reads them, other values as
+    JSON. `layout`: None for a model that reads text only. ValueError: the reward is not a finite number.
+    ImageError: models cannot read an image."""
     rewarded = value if isinstance(value, Rewarded) else Rewarded(value, 0.0)
     reward = finite_number("the tool's reward", rewarded.reward)
-    text = rewarded.content if isinstance(rewarded.content, str) else _write_json(rewarded.content)
-    return bound_reply(text), reward
+
+    if not has_images(rewarded.content):
+        text = rewarded.content if isinstance(rewarded.content, str) else _write_json(rewarded.content)
+        return ToolAnswer(bound_reply(text), reward)
+
+    content = read_content(rewarded.content, layout)
+    text = bound_reply(content.text)
+    if text.count(IMAGE_MARK) != len(content.images):  # the cut took away marks
+        text = bound_reply(without_marks(content.text)) + IMAGE_MARK * len(content.images)
+    return ToolAnswer(text, reward, images=content.images)
 
 
 def bound_reply(text: str) -> str:

@@ -23,6 +23,9 @@ from asyncrl.tools.mcp_client import (
     SharedConnection,
     close_servers,
 )
+from asyncrl.vision.content import ImageFile, has_images, read_content
+
+ResultContent = str | list[str | ImageFile]
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110, 5.6.2
@@ -115,16 +118,16 @@ def _make_tool(
 
     annotations = listed_tool.annotations
     max_attempts = 2 if annotations and (annotations.read_only_hint or annotations.idempotent_hint) else 1
-    call_function: Callable[..., Awaitable[str]]
+    call_function: Callable[..., Awaitable[ResultContent]]
 
     if shared_connection is None:
 
-        async def call_function(connection: McpConnection, /, **arguments: Any) -> str:
-            return result_text(await connection.call(listed_tool.name, arguments))
+        async def call_function(connection: McpConnection, /, **arguments: Any) -> ResultContent:
+            return result_content(await connection.call(listed_tool.name, arguments))
     else:
 
-        async def call_function(**arguments: Any) -> str:
-            return result_text(await shared_connection.call(listed_tool.name, arguments, max_attempts))
+        async def call_function(**arguments: Any) -> ResultContent:
+            return result_content(await shared_connection.call(listed_tool.name, arguments, max_attempts))
 
     function_schema = {
         "name": tool_name,
@@ -141,25 +144,30 @@ def _make_tool(
     )
 
 
-def result_text(result: Any) -> str:
-    """Return the texts of a CallToolResult, and the types of other parts. ToolError: the tool reports an
-    error."""
-    block_texts: list[str] = []
+def result_content(result: Any) -> ResultContent:
+    """Return the texts and images of a CallToolResult, each on new lines, and the types of other parts.
+    ToolError: the tool reports an error."""
+    parts: list[str | ImageFile] = []
     for block in result.content:
-        if block.type == "text":
-            block_texts.append(str(block.text))
-        elif block.type == "resource" and hasattr(block.resource, "text"):
-            block_texts.append(str(block.resource.text))
-        else:
-            block_texts.append(f"[{block.uri if block.type == 'resource_link' else block.type}]")
+        if parts:
+            parts.append("\n")
 
-    text = "\n".join(block_texts)
-    if not text and result.structured_content is not None:
-        text = msgspec.json.encode(result.structured_content).decode()
+        if block.type == "text":
+            parts.append(str(block.text))
+        elif block.type == "image":
+            parts.append(ImageFile(str(block.data)))
+        elif block.type == "resource" and hasattr(block.resource, "text"):
+            parts.append(str(block.resource.text))
+        else:
+            parts.append(f"[{block.uri if block.type == 'resource_link' else block.type}]")
+
+    if not any(parts) and result.structured_content is not None:
+        parts = [msgspec.json.encode(result.structured_content).decode()]
 
     if result.is_error:
-        raise ToolError(text or "the tool failed and gave no reason")
-    return text
+        error_text = read_content(parts, layout=None).text
+        raise ToolError(error_text or "the tool failed and gave no reason")
+    return parts if has_images(parts) else "".join(map(str, parts))
 
 
 # -- the server's tools ----------------------------------------------------------------------------------

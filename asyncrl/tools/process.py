@@ -21,29 +21,25 @@ from asyncrl.isolation.calls import CallTimeout
 from asyncrl.isolation.child import Service, inherited_environment
 from asyncrl.isolation.pool import ProcessPool
 from asyncrl.registry import load_object
-from asyncrl.tools.base import MAX_REPLY_BYTES, Tool, ToolError, bound_reply, read_reply
+from asyncrl.tools.base import MAX_REPLY_BYTES, Tool, ToolAnswer, ToolError, bound_reply, read_answer
+from asyncrl.vision.content import MAX_CONTENT_BYTES
+from asyncrl.vision.layout import ImageLayout
 
 START_SECONDS = 60.0  # for a child to import the tool
-MAX_ANSWER_BYTES = 2 * MAX_REPLY_BYTES
+MAX_TEXT_ANSWER_BYTES = 2 * MAX_REPLY_BYTES
 MAX_ABANDONED_CALLS = 100  # with so many calls that still run after their deadlines a tool is not called
 
 
 class ToolSource(msgspec.Struct, frozen=True):
-    """Names the tool that a child runs: a function, or a factory with arguments, as `module:name`."""
+    """Names the tool that a child runs: a function, or a factory with arguments, as `module:name`.
+    `image_layout`: how the model reads images that the tool returns."""
 
     spec: str
     arguments: dict[str, Any]
+    image_layout: ImageLayout | None = None
 
 
-class ToolAnswer(msgspec.Struct, frozen=True):
-    """Holds the result of a call. `refused`: the tool raised ToolError, with `content` as the text."""
-
-    content: str
-    reward: float = 0.0
-    refused: bool = False
-
-
-def find_tool_source(tool: Tool) -> ToolSource:
+def find_tool_source(tool: Tool, image_layout: ImageLayout | None = None) -> ToolSource:
     """Return how a child imports the tool. ConfigError: the tool has no importable name."""
     importable = tool.function
     arguments = {}
@@ -58,7 +54,7 @@ def find_tool_source(tool: Tool) -> ToolSource:
 
     if module_name == "__main__" or module_name.startswith("asyncrl_user_"):  # not importable by name
         module_name = os.path.abspath(sys.modules[module_name].__file__ or "")
-    return ToolSource(f"{module_name}:{object_name}", arguments)
+    return ToolSource(f"{module_name}:{object_name}", arguments, image_layout)
 
 
 def _load_tool_call(source: ToolSource) -> Callable[[str], ToolAnswer]:
@@ -69,7 +65,7 @@ def _load_tool_call(source: ToolSource) -> Callable[[str], ToolAnswer]:
 
     def call_tool(arguments: str) -> ToolAnswer:
         try:
-            return ToolAnswer(*read_reply(tool.function(**tool.decode(arguments))))
+            return read_answer(tool.function(**tool.decode(arguments)), source.image_layout)
         except ToolError as error:
             return ToolAnswer(bound_reply(str(error)), refused=True)
 
@@ -87,17 +83,17 @@ class CallLimits:
     outlive the wait for its reply, as threads cannot be stopped, and coroutines may ignore cancellation.
     `pool`: with `process=True`, a process for each concurrent call."""
 
-    def __init__(self, tool: Tool) -> None:
+    def __init__(self, tool: Tool, image_layout: ImageLayout | None = None) -> None:
         self.live_calls: set[object] = set()
         max_calls = tool.concurrency or (os.cpu_count() if tool.process else None)
         self.pool: ProcessPool[ToolSource, str, ToolAnswer] | None = None
         if tool.process:
             self.pool = ProcessPool(
                 CALLS,
-                find_tool_source(tool),
+                find_tool_source(tool, image_layout),
                 name="the tool's process",
                 size=max_calls or 1,
-                max_answer_bytes=MAX_ANSWER_BYTES,
+                max_answer_bytes=MAX_TEXT_ANSWER_BYTES + (MAX_CONTENT_BYTES if image_layout else 0),
                 start_seconds=START_SECONDS,
                 env=inherited_environment(tool.env),
             )

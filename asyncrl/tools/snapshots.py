@@ -46,7 +46,7 @@ _decode = msgspec.msgpack.Decoder(list[_ListedEntry]).decode
 def hash_history(earlier_history: str, turn: Turn) -> str:
     """Return the hash of all turns up to this turn, with the replies. `earlier_history`: the hash of
     all earlier turns."""
-    replies = [(reply.call.name, reply.call.arguments, reply.content) for reply in turn.replies]
+    replies = [(reply.call.name, reply.call.arguments, reply.content, reply.images) for reply in turn.replies]
     return xxh3_64_hexdigest(_encode((earlier_history, turn.generation.ids, replies)))
 
 

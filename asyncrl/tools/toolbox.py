@@ -19,10 +19,20 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from asyncrl.errors import ProtocolError, SetupError, describe, one_line, reason, recorded, users_code
 from asyncrl.isolation.calls import call_user, call_without_deadline, in_thread
 from asyncrl.registry import select_columns
-from asyncrl.tools.base import Tool, ToolError, bound_reply, join_names, read_reply
+from asyncrl.tools.base import (
+    Tool,
+    ToolAnswer,
+    ToolError,
+    bound_reply,
+    join_names,
+    read_answer,
+    returns_images,
+)
 from asyncrl.tools.process import CallLimits
 from asyncrl.tools.sample_tools import (
     SampleTools,
@@ -33,8 +43,11 @@ from asyncrl.tools.sample_tools import (
 )
 from asyncrl.tools.schema import outline_parameters
 from asyncrl.tools.snapshots import Snapshots, ToolSnapshots
-from asyncrl.types import Sample, ToolCall, ToolReply
+from asyncrl.types import ImageRef, Sample, ToolCall, ToolReply
 from asyncrl.values import checked_result, finite_number
+from asyncrl.vision.content import has_images
+from asyncrl.vision.files import StoredImage
+from asyncrl.vision.layout import ImageLayout
 
 log = logging.getLogger("asyncrl.tools")
 
@@ -45,13 +58,21 @@ CLOSE_SECONDS = 5.0  # a session is closed after so long, whatever the tools do
 RETRY_PAUSES = (0.1, 0.3, 1.0, 3.0)  # seconds before a call is tried again; the last pause repeats
 
 
-class Toolbox:
-    """Holds all tools by their names for models. `timeout`: seconds of a call of tools without a timeout."""
+AddImage = Callable[[StoredImage], ImageRef]
+"""Takes an image into an episode, and returns the reference for replies and messages."""
 
-    def __init__(self, tools: Mapping[str, Tool], timeout: float = 30.0) -> None:
+
+class Toolbox:
+    """Holds all tools by their names for models. `timeout`: seconds of a call of tools without a timeout.
+    `image_layout`: how the model reads images; None for a model that reads text only."""
+
+    def __init__(
+        self, tools: Mapping[str, Tool], timeout: float = 30.0, image_layout: ImageLayout | None = None
+    ) -> None:
         self.tools = dict(tools)
         self.timeout = timeout
-        self.call_limits = {name: CallLimits(tool) for name, tool in tools.items()}
+        self.image_layout = image_layout
+        self.call_limits = {name: CallLimits(tool, image_layout) for name, tool in tools.items()}
         self._reported_tools: set[str] = set()
 
     async def begin_shared(self, tools: Iterable[Tool]) -> None:
@@ -67,9 +88,16 @@ class Toolbox:
         names_by_begin = {tool.begin: tool.name for tool in tools if tool.begin is not None}
         await asyncio.gather(*(begin_and_report(name, begin) for begin, name in names_by_begin.items()))
 
-    def session(self, sample: Sample, episode: str = "", snapshots: Snapshots | None = None) -> ToolSession:
-        """Make the tools of one episode, not yet open. `episode`: the episode's name in `snapshots`."""
-        return ToolSession(self, sample, episode, snapshots)
+    def session(
+        self,
+        sample: Sample,
+        episode: str = "",
+        snapshots: Snapshots | None = None,
+        add_image: AddImage = lambda image: image.ref,
+    ) -> ToolSession:
+        """Make the tools of one episode, not yet open. `episode`: the episode's name in `snapshots`.
+        `add_image` takes the images of replies into the episode."""
+        return ToolSession(self, sample, episode, snapshots, add_image)
 
     async def close(self) -> None:
         """End shared resources of tools, processes and connections, within a deadline. Never raises."""
@@ -122,25 +150,28 @@ class EpisodeObject:
         self.snapshots = snapshots if self._snapshot_interval else None
         self._unsaved_turns = 0  # turns with calls since the newest snapshot
 
-    async def open(self, sample: Sample, arguments: dict[str, Any]) -> str:
+    async def open(self, sample: Sample, arguments: dict[str, Any], layout: ImageLayout | None) -> ToolAnswer:
         """Call the object's `open` with the arguments that it accepts, or the `reset` of a class without
-        `call` with the columns that it accepts. Return the text for the prompt that `reset` gives; ''."""
+        `call` with the columns that it accepts. Return what `reset` adds to the prompt."""
         if callable(function := getattr(self.state, "open", None)):
             accepted = accepted_arguments(function, arguments)
             await call_without_deadline(partial(function, sample, **accepted), blocking=self._blocking)
-            return ""
+            return ToolAnswer("")
 
         reset = getattr(self.state, "reset", None)
         if not callable(reset) or not self._has_method_tools:
-            return ""
+            return ToolAnswer("")
 
         reset_call = partial(reset, **reset_arguments(reset, sample))
-        text = await call_without_deadline(reset_call, blocking=self._blocking)
-        if not isinstance(text, str | None):
+        result = await call_without_deadline(reset_call, blocking=self._blocking)
+        if result is None:
+            return ToolAnswer("")
+        if not (isinstance(result, str) or has_images(result)):
             raise TypeError(
-                f"reset returned a value of type {type(text).__name__}; expected text for the prompt, or None"
+                f"reset returned a value of type {type(result).__name__}; expected text or images for the "
+                "prompt, or None"
             )
-        return bound_reply(text or "")
+        return await _read_result(result, layout)
 
     async def result(self) -> dict[str, Any]:
         """Call the object's `result` after all calls; or, of a class without `call`, TRL's `get_reward`, or
@@ -216,15 +247,24 @@ class EpisodeObject:
 
 
 class ToolSession:
-    """Holds the tools of one episode. `schemas` (JSON text, in the config's order) and `opening_text`, what
-    `reset` of the objects adds to the prompt, are known after `open`."""
+    """Holds the tools of one episode. Known after `open`: `schemas` (JSON text, in the config's order), and
+    `opening_text` with `opening_images`, which `reset` of the objects adds to the prompt."""
 
-    def __init__(self, toolbox: Toolbox, sample: Sample, episode: str, snapshots: Snapshots | None) -> None:
+    def __init__(
+        self,
+        toolbox: Toolbox,
+        sample: Sample,
+        episode: str,
+        snapshots: Snapshots | None,
+        add_image: AddImage,
+    ) -> None:
         self._toolbox = toolbox
+        self._add_image = add_image
         self._sample = sample
         self._episode = episode
         self._snapshots = snapshots
         self.opening_text = ""
+        self.opening_images: tuple[ImageRef, ...] = ()
         self._tools: dict[str, Tool] = {}
         self._objects: dict[int, EpisodeObject] = {}  # by the identity of Tool.state
 
@@ -244,17 +284,20 @@ class ToolSession:
             tools_by_state.setdefault(id(tool.state), []).append(tool)
 
         opening = (self._open_object(shared, sample_tools) for shared in tools_by_state.values())
-        opening_texts: list[str] = []
+        openings: list[ToolAnswer] = []
         for outcome in await asyncio.gather(*opening, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
-            opening_texts.append(outcome)
+            openings.append(outcome)
 
-        self.opening_text = "".join(opening_texts)
+        self.opening_text = "".join(opening.content for opening in openings)
+        self.opening_images = tuple(
+            self._add_image(image) for opening in openings for image in opening.images
+        )
         self._tools = tools
 
-    async def _open_object(self, tools: Sequence[Tool], sample_tools: SampleTools) -> str:
-        """Make and open the object that these tools share. Return its text for the prompt."""
+    async def _open_object(self, tools: Sequence[Tool], sample_tools: SampleTools) -> ToolAnswer:
+        """Make and open the object that these tools share. Return what the object adds to the prompt."""
         state = tools[0].state
         assert state is not None
         try:
@@ -265,14 +308,14 @@ class ToolSession:
             )
             arguments = merged_arguments(tools, sample_tools)
 
-            async def open_object() -> str:
+            async def open_object() -> ToolAnswer:
                 made_object = await in_thread(state, "tool") if blocking else state()
                 episode_object = EpisodeObject(made_object, blocking, call_seconds, snapshots)
                 self._objects[id(state)] = episode_object
-                return await episode_object.open(self._sample, arguments)
+                return await episode_object.open(self._sample, arguments, self._toolbox.image_layout)
 
-            opening_text: str = await call_user(open_object, call_seconds)
-            return opening_text
+            opening: ToolAnswer = await call_user(open_object, call_seconds)
+            return opening
         except SetupError:
             raise
         except Exception as problem:
@@ -304,8 +347,14 @@ class ToolSession:
                 complaint = await call_user(partial(tool.check, keywords), self._toolbox.call_seconds(tool))
                 if complaint:
                     return _refuse_arguments(tool, call, complaint)
-            content, reward = await self._run_call(tool, call.arguments, keywords)
-            return ToolReply(call, content, None, time.monotonic() - started_at, reward)
+            answer = await self._run_call(tool, call.arguments, keywords)
+            return ToolReply(
+                call,
+                answer.content,
+                seconds=time.monotonic() - started_at,
+                reward=answer.reward,
+                images=tuple(map(self._add_image, answer.images)),
+            )
         except Exception as problem:
             declined = isinstance(problem, ToolError)
             if not declined:
@@ -344,10 +393,14 @@ class ToolSession:
             episode_object.reply_note = RESTORED_NOTE
 
     async def redo(
-        self, replies: Sequence[ToolReply], shorten: Callable[[str], str] = str, turn: int = 0
+        self,
+        replies: Sequence[ToolReply],
+        shorten: Callable[[str, tuple[ImageRef, ...]], str] = lambda content, images: content,
+        turn: int = 0,
     ) -> None:
         """Rebuild the effects of recorded calls for tools that request it. ProtocolError: the episode must
-        begin again. `shorten` cuts a reply as recorded replies were cut."""
+        begin again. `shorten` cuts the content of a reply, given its images, as recorded replies were
+        cut."""
         for reply in replies:
             tool = self._tools.get(reply.call.name)
             if tool is None or tool.replay == "pure" or reply.refused:
@@ -358,7 +411,11 @@ class ToolSession:
                 raise ProtocolError(f"tool {tool.name} cannot be replayed, so the episode starts again")
 
             repeated = await self.call(reply.call)
-            if reply.content not in (shorten(repeated.content), shorten(repeated.content + RESTORED_NOTE)):
+            repeated_contents = [
+                shorten(content, repeated.images)
+                for content in (repeated.content, repeated.content + RESTORED_NOTE)
+            ]
+            if reply.content not in repeated_contents or reply.images != repeated.images:
                 raise ProtocolError(f"tool {tool.name} gave a different reply when replayed")
 
     async def result(self) -> dict[str, Any] | None:
@@ -384,35 +441,36 @@ class ToolSession:
 
     # -- one call ------------------------------------------------------------------------------------
 
-    async def _run_call(self, tool: Tool, arguments: str, keywords: dict[str, Any]) -> tuple[str, float]:
-        """Return (content, reward). Raises the error of the tool's last attempt, or CallTimeout."""
+    async def _run_call(self, tool: Tool, arguments: str, keywords: dict[str, Any]) -> ToolAnswer:
+        """Return the tool's answer. Raises the error of the tool's last attempt, or CallTimeout."""
+        layout = self._toolbox.image_layout
         call_limits = self._toolbox.call_limits[tool.name]
         call_seconds = self._toolbox.call_seconds(tool)
         episode_object = self._objects[id(tool.state)] if tool.state is not None else None
 
-        async def run_once() -> tuple[str, float]:
+        async def run_once() -> ToolAnswer:
             if call_limits.pool is not None:
                 answer = await call_limits.pool.call(arguments)
                 if answer.refused:
                     raise ToolError(answer.content)
-                return answer.content, answer.reward
+                return answer
 
             run_function = partial(
                 call_without_deadline, blocking=tool.blocking, live_calls=call_limits.live_calls
             )
             if episode_object is None:
-                return read_reply(await run_function(partial(tool.function, **keywords)))
+                return await _read_result(await run_function(partial(tool.function, **keywords)), layout)
 
             episode_object.was_called = True
-            # The lock is held until the reply is text: the next call may change the returned object.
+            # The lock is held until the result is read: the next call may change the returned object.
             async with episode_object.call_lock:
                 bound_function = partial(tool.function, episode_object.state, **keywords)
-                text, reward = read_reply(await run_function(bound_function))
+                answer = await _read_result(await run_function(bound_function), layout)
                 note = episode_object.reply_note
                 episode_object.reply_note = ""
-                return text + note, reward
+                return replace(answer, content=answer.content + note)
 
-        async def run_repeatedly() -> tuple[str, float]:
+        async def run_repeatedly() -> ToolAnswer:
             for attempt in range(tool.retries):
                 try:
                     return await run_once()
@@ -425,8 +483,16 @@ class ToolSession:
 
         order_lock = episode_object.order_lock if episode_object is not None else None
         async with call_limits.call_slot(call_seconds, order_lock):
-            result: tuple[str, float] = await call_user(run_repeatedly, call_seconds)
-            return result
+            answer: ToolAnswer = await call_user(run_repeatedly, call_seconds)
+            return answer
+
+
+async def _read_result(result: Any, layout: ImageLayout | None) -> ToolAnswer:
+    """Return the answer for a tool's result. Images are decoded in a thread."""
+    if layout is None or not returns_images(result):
+        return read_answer(result, layout)
+    answer: ToolAnswer = await in_thread(partial(read_answer, result, layout), "image")
+    return answer
 
 
 def reset_arguments(reset: Callable[..., Any], sample: Sample) -> dict[str, Any]:

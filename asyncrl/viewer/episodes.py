@@ -4,6 +4,7 @@ token by token, with the values from training.
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +29,8 @@ from asyncrl.observe.transcripts import read_ratios
 from asyncrl.registry import name_and_options
 from asyncrl.store.reader import RunReader
 from asyncrl.types import NO_STEP, Message, Observation, ToolReply, Turn, readable_content, start_version
-from asyncrl.vision.image_ids import find_runs
+from asyncrl.vision.files import PNG_START, is_image_file
+from asyncrl.vision.image_ids import DIGEST_DIGITS, find_runs
 
 MAX_LOG_RATIO = 20.0  # nats
 IMAGE_TEXT = "[image]"  # in the text of a row of tokens
@@ -214,7 +216,11 @@ def _turn_answers(
             "ids": generation.ids,
             "logprobs": generation.logprobs,
             "agent": f"{turn.agent} (not trained)" if turn.untrained else turn.agent,
-            "context": {"ids": turn.context, "text": decode(turn.context)},
+            "context": {
+                "ids": turn.context,
+                "text": decode(turn.context),
+                "images": [run.digest for run in find_runs(turn.context)],
+            },
             "texts": token_texts(decode, generation.ids),
             "versions": [version for version, _ in spans],
             "kv_versions": [version for _, version in spans],
@@ -236,3 +242,14 @@ def _observation_json(observation: Observation | None) -> dict[str, Any] | None:
         return None
     observation_json: dict[str, Any] = msgspec.to_builtins(observation)
     return observation_json | {"messages": [_readable_json(message) for message in observation.messages]}
+
+
+def image_url(reader: RunReader, digest: str) -> str:
+    """Return the file of an image of the run as a data URL. ConfigError for an image that is not stored."""
+    file = reader.image_file(digest)
+    if file is None or not is_image_file(file):
+        raise ConfigError(
+            f"image {digest[:DIGEST_DIGITS]} is not in the run's store; images of the data are in the data"
+        )
+    media_type = "image/png" if file.startswith(PNG_START) else "image/jpeg"
+    return f"data:{media_type};base64,{base64.b64encode(file).decode()}"

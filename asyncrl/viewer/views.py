@@ -22,7 +22,7 @@ from asyncrl.store.launches import Tree, differences, launch_at, launches_of
 from asyncrl.store.listing import Listing
 from asyncrl.store.reader import RunReader
 from asyncrl.viewer.compare import compare
-from asyncrl.viewer.episodes import load_decoder, masked_fraction, search, transcript
+from asyncrl.viewer.episodes import image_url, load_decoder, masked_fraction, search, transcript
 from asyncrl.viewer.lanes import LaneReader
 from asyncrl.viewer.overview import overview
 from asyncrl.viewer.series import curve_series, run_marks
@@ -52,6 +52,7 @@ class Views:
             "rows": self._rows,
             "episodes": self._episodes,
             "episode": self._episode,
+            "image": self._image,
             "tools": self._tools,
             "lanes": self._lanes,
             "compare": self._compare,
@@ -149,7 +150,13 @@ class Views:
             uid_condition = msgspec.json.encode([("uid", "=", uid)]).decode()
             if not (episode_rows := listing.episode_page(reader, Listing.of(uid_condition, "", "", ""))):
                 raise ConfigError(f"episode {uid}: not listed until the validation has finished")
-            return transcript(path, config, reader, episode_rows[0], self._load_decoder(config.model.path))
+            decode = self._load_decoder(config.model.path)
+            return {"run": query.get("run", "0"), **transcript(path, config, reader, episode_rows[0], decode)}
+
+    def _image(self, query: Query) -> dict[str, str]:
+        """Return an image that an episode of the run brought, by digest."""
+        with closing(RunReader.open(self._run_path(query))) as reader:
+            return {"url": image_url(reader, query.get("digest", ""))}
 
     def _lanes(self, query: Query) -> dict[str, Any]:
         """Return the lanes of a window, in seconds since the start of the run, or around a step."""

@@ -10,10 +10,21 @@ from asyncrl.conversation.commands import Opened, Rules
 from asyncrl.conversation.episode import Episode, advance_episode, begin_episode
 from asyncrl.conversation.parsers import hermes
 from asyncrl.conversation.tokenizer import Cut
-from asyncrl.types import ImageRef, Message, Sample
+from asyncrl.types import IMAGE_MARK, ImageRef, Message, Sample
+from asyncrl.vision.image_ids import FIRST_IMAGE_ID
+from asyncrl.vision.layout import ImageLayout, place_images
 
 END = 3
 OPEN = 2
+IMAGE_LAYOUT = ImageLayout(
+    placeholder=ord(IMAGE_MARK),
+    scaling="qwen",
+    patch_size=8,
+    merge_size=2,
+    temporal_patch_size=2,
+    min_pixels=32 * 32,
+    max_pixels=128 * 128,
+)
 
 
 def encode(text: str) -> tuple[int, ...]:
@@ -21,8 +32,8 @@ def encode(text: str) -> tuple[int, ...]:
 
 
 def read(ids: Sequence[int]) -> str:
-    """The text of a prompt."""
-    return "".join(chr(token) for token in ids if token > 3)
+    """The text of a prompt, without images."""
+    return "".join(chr(token) for token in ids if 3 < token < FIRST_IMAGE_ID)
 
 
 def call(name: str, arguments: str = "{}") -> str:
@@ -34,18 +45,24 @@ class FakeChat:
     """A chat template of single characters.
 
     `rewrites`: messages of these roles make the template rewrite earlier text. `thoughts`: the template
-    writes the reasoning of messages.
+    writes the reasoning of messages. `image_layout`: the model reads images; IMAGE_LAYOUT or none.
     """
 
     stop_ids = (END,)
     vocabulary = 1 << 20
 
-    def __init__(self, rewrites: tuple[str, ...] = (), thoughts: bool = False) -> None:
+    def __init__(
+        self,
+        rewrites: tuple[str, ...] = (),
+        thoughts: bool = False,
+        image_layout: ImageLayout | None = None,
+    ) -> None:
         self._rewrites = rewrites
         self._thoughts = thoughts
+        self.image_layout = image_layout
 
     def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]:
-        return (*encode("".join(tools) + "".join(self._written(message) for message in messages)), OPEN)
+        return (*encode("".join(tools)), *self._encode_messages(messages), OPEN)
 
     def delta_ids(
         self,
@@ -63,7 +80,7 @@ class FakeChat:
         """Return the delta after a turn with its end; None if the template rewrites earlier text."""
         if any(message.role in self._rewrites for message in messages):
             return None
-        return (*encode("".join(self._written(message) for message in messages)), OPEN)
+        return (*self._encode_messages(messages), OPEN)
 
     def depends_on_history(self, messages: tuple[Message, ...]) -> bool:
         return False
@@ -80,7 +97,8 @@ class FakeChat:
         return encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join(map(chr, ids[:-1] if ids and ids[-1] == END else ids))
+        text_ids = [token for token in ids if token < FIRST_IMAGE_ID]
+        return "".join(map(chr, text_ids[:-1] if text_ids and text_ids[-1] == END else text_ids))
 
     def content(self, text: str) -> str:
         return text
@@ -93,6 +111,11 @@ class FakeChat:
 
     def is_placeholder(self, token: int) -> bool:
         return False
+
+    def _encode_messages(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        ids = encode("".join(self._written(message) for message in messages))
+        images = [image for message in messages for image in message.images]
+        return place_images(ids, images, self.image_layout) if self.image_layout is not None else ids
 
     def _written(self, message: Message) -> str:
         calls = "".join(call(tool_call.name, tool_call.arguments) for tool_call in message.tool_calls)

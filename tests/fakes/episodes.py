@@ -187,7 +187,9 @@ class TurnBench(Bench):
         self.environment = environment
 
     def player(self, run: EpisodeRun) -> Player:
-        return TurnPlayer(run, Toolbox(self.tools, run.context.rules.config.tool_timeout), self.environment)
+        rules = run.context.rules
+        toolbox = Toolbox(self.tools, rules.config.tool_timeout, rules.chat.image_layout)
+        return TurnPlayer(run, toolbox, self.environment)
 
     async def run(self, frames: Sequence[bytes] = (), **assigned: Any) -> None:
         await super().run(frames, **assigned)

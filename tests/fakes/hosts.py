@@ -12,6 +12,7 @@ import aiohttp
 from asyncrl.conversation.requests import AgentRequest, Refusal
 from asyncrl.gateway import Endpoint, Gateway
 from asyncrl.gateway.exchange import AgentReply, Listener
+from asyncrl.gateway.images import TEXT_ONLY
 from asyncrl.types import Generation, Message, StopReason, Turn, VersionSpan
 
 
@@ -21,6 +22,8 @@ class FakeHost:
     `streamed` is streamed first (None: the host has not even a place for the request). Only a second
     cancellation ends a `slow` host.
     """
+
+    images = TEXT_ONLY
 
     def __init__(self, result: Any = "42", streamed: str | None = "", slow: bool = False) -> None:
         self.result = result

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import sys
 from typing import Annotated, Any
 
+import PIL.Image
 from mcp.server.mcpserver import Image, MCPServer
 from pydantic import Field
 
@@ -45,9 +47,14 @@ def huge(size: int) -> str:
 
 
 @server.tool(structured_output=False)
-def drawing() -> Image:
+def drawing(damaged: bool = True) -> Any:
     """Give a picture."""
-    return Image(data=b"no picture", format="png")
+    if damaged:
+        return Image(data=b"no picture", format="png")
+
+    buffer = io.BytesIO()
+    PIL.Image.new("RGB", (64, 48), "red").save(buffer, format="PNG")
+    return ["red:", Image(data=buffer.getvalue(), format="png")]
 
 
 def main(port: str = "") -> None:

@@ -96,6 +96,62 @@ def test_other_words_for_an_observation_and_its_actions(tmp_path: Any) -> None:
     assert [text(observation) for observation in heard] == ["cell 0 of 16", "cell 4 of 16", "cell 5 of 16"]
 
 
+SQUARES = """
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Discrete
+
+class Squares(gymnasium.Env):
+    metadata = {"render_modes": ["rgb_array"]}
+    action_space = observation_space = Discrete(2)
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        self._brightness = 0
+        return 0, {}
+
+    def step(self, action):
+        self._brightness += 100 * int(action)
+        return self._brightness, 0.5, self._brightness > 100, False, {}
+
+    def render(self):
+        return np.full((48, 64, 3), self._brightness, np.uint8)
+
+gymnasium.register("Squares-v0", Squares)
+
+def describe(observation, env):
+    return f"brightness {observation}"
+"""
+
+
+def test_a_rendered_image_is_the_observation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "asyncrl_squares.py").write_text(SQUARES)
+    monkeypatch.syspath_prepend(tmp_path)
+    squares = {"id": "asyncrl_squares:Squares-v0", "show": "image", "describe": "asyncrl_squares:describe"}
+    heard = play({"gymnasium": squares}, row(), ["1", "hm", "1"])
+
+    def brightness(observation: Observation) -> tuple[Any, tuple[int, int], int]:
+        words, image = observation.messages[0].content  # before the worker reads the image
+        return words, image.size, image.getpixel((5, 5))[0]
+
+    assert brightness(heard[0]) == ("brightness 0", (64, 48), 0)
+    assert brightness(heard[1]) == ("brightness 100", (64, 48), 100)
+    assert text(heard[2]).startswith("No action found")
+    assert (heard[3].done, heard[3].reward) == (True, 0.5)
+    with pytest.raises(ConfigError, match=r"cannot render text \(render modes: rgb_array\)"):
+        load_environment({"gymnasium": squares | {"show": "text"}})
+
+
+def test_the_frozen_lake_is_a_picture() -> None:
+    pytest.importorskip("pygame", reason="Gymnasium draws its toy maps with pygame")
+    first, second = play({"gymnasium": FIRM | {"show": "image"}}, row(), ["down"])
+    pictures = [observation.messages[0].content[0] for observation in (first, second)]
+    assert pictures[0].size == pictures[1].size
+    assert pictures[0].tobytes() != pictures[1].tobytes()
+
+
 SLOW = """
 import threading
 import gymnasium

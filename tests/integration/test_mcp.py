@@ -24,7 +24,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.tools import Tool, Toolbox, ToolError, ToolSession, load_tools, mcp_pipes
 from asyncrl.tools.mcp_client import MAX_UNANSWERED, close_servers
 from asyncrl.tools.mcp_pipes import MAX_MESSAGE_BYTES
-from asyncrl.types import Sample, ToolCall, ToolReply
+from asyncrl.types import IMAGE_MARK, Sample, ToolCall, ToolReply
+from tests.fakes.chat import IMAGE_LAYOUT
 
 FAKES = Path(__file__).parents[1] / "fakes"
 SERVER = FAKES / "mcp_server.py"
@@ -146,6 +147,26 @@ def test_one_call(
         assert reply.error is None
     else:
         assert error in (reply.error or "")
+
+
+def test_a_picture_of_a_server_is_an_image_of_the_reply(shared: dict[str, Tool]) -> None:
+    async def draw(*arguments: str) -> list[ToolReply]:
+        session = Toolbox(shared, DEADLINE, IMAGE_LAYOUT).session(SAMPLE)
+        try:
+            await session.open()
+            return [await session.call(ToolCall("drawing", text)) for text in arguments]
+        finally:
+            await session.close()
+
+    drawn, damaged = run(draw('{"damaged": false}', "{}"))
+    assert drawn.content == f"red:\n{IMAGE_MARK}"
+    assert [(image.width, image.height) for image in drawn.images] == [(64, 48)]
+    assert (damaged.content, damaged.images) == (
+        "error: the bytes are not an image file that Pillow can read",
+        (),
+    )
+    assert damaged.failed
+    assert ask(shared, "drawing", '{"damaged": false}').content == "red:\n[image]"
 
 
 def test_two_servers_with_names_and_variables_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

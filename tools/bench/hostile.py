@@ -30,6 +30,7 @@ from common import table
 from asyncrl.conversation.requests import AgentRequest, Refusal
 from asyncrl.gateway import Endpoint, Gateway
 from asyncrl.gateway.exchange import AgentReply, Listener
+from asyncrl.gateway.images import TEXT_ONLY
 from asyncrl.types import Generation, Message, StopReason, Turn, VersionSpan
 
 Payload = Callable[[str], bytes]
@@ -38,6 +39,8 @@ FIRST_SECONDS = 1.0  # a flood lasts so long before the other client begins
 
 class Host:
     """An episode whose engine answers at once."""
+
+    images = TEXT_ONLY
 
     async def answer(
         self, ask: AgentRequest, count: int, listener: Listener | None, attempt: int = 0

@@ -4,6 +4,7 @@ import {
   tell, tip,
 } from "view/dom.js";
 import { address } from "view/route.js";
+import { ask } from "view/source.js";
 import { branches, escaped, line, messages, parts } from "view/parts.js";
 
 const MOST = 20000; // characters of a text that are shown at once
@@ -184,11 +185,20 @@ export function drawTurn(turn, row, episode, paint) {
     make("h4", {}, `turn ${index + 1}`,
       make("span", { class: "dim" }, ` of ${episode.turns.length} · ${facts.filter(Boolean).join(" · ")}`)),
     ...(row ? history(read) : read.map((one) => message(one, true))),
+    ...turn.context.images.map((digest) => picture(episode.run, digest)),
     role("model", "model", ...model(turn, paint)),
     ...(observation?.messages ?? []).map((one) => message(one, false)),
     make("div", { class: "context" }, fold(
       `model input: ${counted(turn.context.ids.length, "token")}`, false,
       () => bounded(turn.context.text))));
+}
+
+/** An image that the model read before its turn. */
+function picture(run, digest) {
+  const image = make("img", { class: "picture", alt: `image ${digest}` });
+  ask("image", { run, digest }).then(({ url }) => image.setAttribute("src", url))
+    .catch(({ message: reason }) => image.setAttribute("alt", `[${reason}]`));
+  return image;
 }
 
 /** The model's words; its thoughts and calls folded to a line each, with what answered a call. */

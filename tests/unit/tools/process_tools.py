@@ -7,7 +7,10 @@ import subprocess
 import time
 from pathlib import Path
 
+import PIL.Image
+
 from asyncrl.tools import Rewarded, Tool, ToolError, tool
+from asyncrl.vision.content import ImageFile
 
 
 @tool(process=True, timeout=20, concurrency=2, env=("SEARCH_KEY",))
@@ -42,3 +45,11 @@ def scaled(*, by: int = 2) -> Tool:
         return by * x
 
     return scale
+
+
+@tool(process=True, timeout=20, concurrency=1)
+def paint(colour: str) -> list[object]:
+    """Paint a picture; black pictures are damaged."""
+    if colour == "black":
+        return [ImageFile(b"damaged")]
+    return [f"{colour}:", PIL.Image.new("RGB", (64, 48), colour)]

@@ -395,7 +395,7 @@ class Hanging(Resettable):
             OfColumns,
             r"reset \(test_tool_classes.py:\d+\) needs 'stock'; the columns are data_source, ground_t",
         ),
-        (OfNumber, "reset returned a value of type int; expected text for the prompt, or None"),
+        (OfNumber, "reset returned a value of type int; expected text or images for the prompt, or None"),
         (Raising, r"KeyError: 'stock' \(test_tool_classes.py:\d+\)"),
         (tool(timeout=0.01)(Hanging), "'find' could not be opened: .*0.01 s"),
     ],

@@ -105,7 +105,7 @@ async def test_what_has_to_be_repeated_is_repeated(log: list[str]) -> None:
     session = box.session(sample())
     await session.open()
     recorded = [ToolReply(call("notes", line="a"), '["untit'), ToolReply(call("echo", text="x"), "pure")]
-    await session.redo(recorded, lambda text: text[:7])
+    await session.redo(recorded, lambda text, images: text[:7])
     assert "a" in (await session.call(call("notes", line="b"))).content
     with pytest.raises(ProtocolError, match="a different reply"):
         await session.redo(recorded)

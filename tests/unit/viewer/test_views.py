@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import sqlite3
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import PIL.Image
 import pytest
 
 from asyncrl import cli
@@ -26,11 +28,25 @@ from asyncrl.store.listing import Listing, episode_page
 from asyncrl.store.listing import count_facets as facets_of
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
-from asyncrl.types import EpisodeEnd, EpisodeResult, EpisodeStats
+from asyncrl.types import (
+    IMAGE_MARK,
+    EpisodeEnd,
+    EpisodeResult,
+    EpisodeStats,
+    Message,
+    Observation,
+    ToolCall,
+    ToolReply,
+    TurnReply,
+)
+from asyncrl.viewer.episodes import load_decoder
 from asyncrl.viewer.views import Views
+from asyncrl.vision.files import prepare_decoded
+from asyncrl.vision.image_ids import image_ids
 from tests.fakes import planted
+from tests.fakes.chat import IMAGE_LAYOUT
 from tests.fakes.data import rows, stored
-from tests.fakes.planted import MARKUP, ended, save_run
+from tests.fakes.planted import MARKUP, MODEL, ended, save_run
 from tests.unit.buffer.machine import turn_payload
 
 
@@ -233,6 +249,40 @@ def test_a_held_out_episode_is_read_token_by_token(tmp_path: Path) -> None:
     )
     (listed,) = views.answer("episodes", {"where": '[["kind","=","held out"]]'})["episodes"]
     assert (listed["step"], listed["lag"], listed["group"], listed["question"]) == (4, None, None, "3?")
+
+
+def test_images_are_named_in_texts_and_shown(tmp_path: Path) -> None:
+    run_dir = save_run(tmp_path / "a")
+    uid = "val4/greedy/3"
+    image = prepare_decoded(PIL.Image.new("RGB", (64, 48), "red"), IMAGE_LAYOUT)
+    reply = ToolReply(ToolCall("look", "{}"), f"seen {IMAGE_MARK}", images=(image.ref,))
+    observation = Observation((Message("user", f"{IMAGE_MARK}!", images=(image.ref,)),))
+
+    store = RunStore(run_dir)
+    context = (5, *image_ids(image.ref.digest, 12), 6)
+    store.put_frame(uid, 0, "generated", turn_payload(context=context))
+    store.put_frame(uid, 0, "replied", msgspec.msgpack.encode(TurnReply((reply,), observation)))
+    store.put_image(uid, 0, image.ref.digest, image.file)
+    store.put_question(-4, stored(rows(5))[3])
+    ended_at = EpisodeRecord(uid, 3, 0, state=State.LANDED, turns=1, stats=EpisodeStats(1))
+    store.list_held_out(ended_at, 4, "greedy")
+    store.commit()
+    store.close()
+
+    views = Views([run_dir], ended)
+    episode = views.answer("episode", {"uid": uid})
+    (turn,) = episode["turns"]
+    before, after = (load_decoder(str(MODEL))([token]) for token in (5, 6))
+    assert turn["context"]["text"] == f"{before}[image]{after}"
+    assert turn["context"]["images"] == [image.ref.digest]
+    assert turn["replies"][0]["content"] == "seen [image 64x48]"
+    assert turn["observation"]["messages"][0]["content"] == "[image 64x48]!"
+
+    answer = views.answer("image", {"run": episode["run"], "digest": image.ref.digest})
+    assert answer == {"url": f"data:image/png;base64,{base64.b64encode(image.file).decode()}"}
+    for digest in ("", "0" * 29, "generated"):
+        with pytest.raises(ConfigError, match="is not in the run's store"):
+            views.answer("image", {"digest": digest})
 
 
 def test_a_function_of_the_users_is_not_run(run_dir: Path, tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""Reads the images that agents send: base64 in requests, decoded and scaled once for each episode.
+
+    {"image_url": {"url": "data:image/png;base64,…"}} ──RequestImages──► RequestContent(IMAGE_MARK, ImageRef)
+
+Agents send all images again with each request. A model that reads text only gets PICTURE_NOTE instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from asyncrl.types import IMAGE_MARK, ImageRef
+from asyncrl.vision.content import ImageFile, without_marks
+from asyncrl.vision.files import ImageError, StoredImage, prepare_image
+from asyncrl.vision.layout import ImageLayout
+
+PICTURE_NOTE = "[an image was here; this model reads only text]"
+MAX_EPISODE_IMAGES = 1024
+MAX_EPISODE_BYTES = 256 << 20  # of the stored files of an episode
+
+
+class RequestContent(NamedTuple):
+    """The content of a message of an agent: text with an IMAGE_MARK for each of the images."""
+
+    text: str
+    images: tuple[ImageRef, ...] = ()
+
+    @classmethod
+    def join(cls, separator: str, contents: Iterable[RequestContent]) -> RequestContent:
+        parts = tuple(contents)
+        text = separator.join(part.text for part in parts)
+        return cls(text, tuple(image for part in parts for image in part.images))
+
+
+class RequestImages:
+    """Reads the images in the requests of an episode; threads may share the object. `layout`: None for a
+    model that reads text only. `add_image` takes an image into the episode."""
+
+    def __init__(
+        self,
+        layout: ImageLayout | None,
+        add_image: Callable[[StoredImage], ImageRef] = lambda image: image.ref,
+    ) -> None:
+        self.layout = layout
+        self._add_image = add_image
+        self._lock = threading.Lock()  # an agent keeps one thread busy at a time
+        self._images: dict[bytes, ImageRef] = {}  # by the hash of the base64
+        self._stored_bytes = 0
+
+    def read_text(self, text: str) -> RequestContent:
+        return RequestContent(text if self.layout is None else without_marks(text))
+
+    def read_url(self, url: Any) -> RequestContent:
+        """Read an image from a data URL. ImageError for any other URL, and for a bad image."""
+        if self.layout is None:
+            return RequestContent(PICTURE_NOTE)
+
+        head, _, encoded_file = url.partition(",") if isinstance(url, str) else ("", "", "")
+        if not (head.startswith("data:") and head.endswith(";base64")):
+            raise ImageError(
+                "an image must be sent as base64 (data:image/png;base64,…); images are not downloaded"
+            )
+        return self.read_base64(encoded_file)
+
+    def read_base64(self, encoded_file: str) -> RequestContent:
+        """Read an image from the base64 of a file. ImageError for a bad image, and for too many images."""
+        if self.layout is None:
+            return RequestContent(PICTURE_NOTE)
+
+        key = hashlib.blake2b(encoded_file.encode(errors="replace"), digest_size=16).digest()
+        with self._lock:
+            if key not in self._images:
+                self._images[key] = self._add_file(encoded_file, self.layout)
+            return RequestContent(IMAGE_MARK, (self._images[key],))
+
+    def _add_file(self, encoded_file: str, layout: ImageLayout) -> ImageRef:
+        if len(self._images) >= MAX_EPISODE_IMAGES:
+            raise ImageError(f"an episode can have at most {MAX_EPISODE_IMAGES} images")
+
+        stored_image = prepare_image(ImageFile(encoded_file).read_bytes(), layout)
+        self._stored_bytes += len(stored_image.file)
+        if self._stored_bytes > MAX_EPISODE_BYTES:
+            raise ImageError(f"the images of an episode take more than {MAX_EPISODE_BYTES >> 20} MiB")
+        return self._add_image(stored_image)
+
+
+TEXT_ONLY = RequestImages(layout=None)

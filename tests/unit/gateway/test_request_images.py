@@ -1,0 +1,229 @@
+"""Images in requests of agents: read in every dialect, once per episode, within bounds."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import PIL.Image
+import pytest
+
+from asyncrl.gateway import Gateway, completions, images, messages, responses
+from asyncrl.gateway.exchange import Exchange
+from asyncrl.gateway.images import PICTURE_NOTE, TEXT_ONLY, RequestImages
+from asyncrl.types import IMAGE_MARK, ImageRef, Message
+from asyncrl.vision.files import ImageError, StoredImage, prepare_image
+from tests.fakes.chat import IMAGE_LAYOUT
+from tests.fakes.hosts import FakeHost, fetch, served
+
+
+def base64_png(colour: str, size: tuple[int, int] = (64, 48)) -> str:
+    buffer = io.BytesIO()
+    PIL.Image.new("RGB", size, colour).save(buffer, format="PNG")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+RED = base64_png("red")
+BLUE = base64_png("blue")
+Read = Callable[[bytes, RequestImages], Exchange]
+
+
+def ref(encoded_file: str) -> ImageRef:
+    return prepare_image(base64.b64decode(encoded_file), IMAGE_LAYOUT).ref
+
+
+def chat_body(*encoded_files: str) -> dict[str, Any]:
+    """A request with the images in a user's message, then a call and its reply with the images again."""
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded_file}"}}
+        for encoded_file in encoded_files
+    ]
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    return {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "see"}, *parts]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "seen"}, *parts]},
+        ]
+    }
+
+
+def responses_body(*encoded_files: str) -> dict[str, Any]:
+    parts = [
+        {"type": "input_image", "image_url": f"data:image/png;base64,{encoded_file}", "detail": "auto"}
+        for encoded_file in encoded_files
+    ]
+    return {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "see"}, *parts]},
+            {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+            {
+                "type": "function_call_output",
+                "call_id": "c",
+                "output": [{"type": "input_text", "text": "seen"}, *parts],
+            },
+        ]
+    }
+
+
+def messages_body(*encoded_files: str) -> dict[str, Any]:
+    blocks = [
+        {
+            "type": "image",
+            "source": {"type": "base64", "media_type": "image/png", "data": encoded_file},
+        }
+        for encoded_file in encoded_files
+    ]
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "c",
+        "content": [{"type": "text", "text": "seen"}, *blocks],
+    }
+    return {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "see"}, *blocks]},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}],
+            },
+            {"role": "user", "content": [result]},
+        ]
+    }
+
+
+BODIES: dict[str, tuple[Read, Callable[..., dict[str, Any]], str]] = {
+    "chat": (completions.read, chat_body, ""),
+    "responses": (responses.read, responses_body, ""),
+    "messages": (messages.read, messages_body, "\n"),
+}
+every_dialect = pytest.mark.parametrize(("read", "body", "separator"), BODIES.values(), ids=BODIES)
+
+
+def read_messages(read: Read, body: dict[str, Any], request_images: RequestImages) -> list[Message]:
+    return list(read(json.dumps(body).encode(), request_images).agent_request.messages)
+
+
+@every_dialect
+def test_images_of_users_and_tools_are_read(
+    read: Read, body: Callable[..., dict[str, Any]], separator: str
+) -> None:
+    user, _, tool = read_messages(read, body(RED, BLUE), RequestImages(IMAGE_LAYOUT))
+    for message, text in ((user, "see"), (tool, "seen")):
+        assert message.content == separator.join((text, IMAGE_MARK, IMAGE_MARK))
+        assert message.images == (ref(RED), ref(BLUE))
+
+
+@every_dialect
+def test_a_model_of_text_reads_a_note(
+    read: Read, body: Callable[..., dict[str, Any]], separator: str
+) -> None:
+    user, _, tool = read_messages(read, body("not even base64"), TEXT_ONLY)
+    assert (user.content, user.images) == (f"see{separator}{PICTURE_NOTE}", ())
+    assert (tool.content, tool.images) == (f"seen{separator}{PICTURE_NOTE}", ())
+
+
+@every_dialect
+def test_an_image_is_prepared_once_per_episode(
+    read: Read, body: Callable[..., dict[str, Any]], separator: str
+) -> None:
+    added: list[StoredImage] = []
+
+    def add_image(image: StoredImage) -> ImageRef:
+        added.append(image)
+        return image.ref
+
+    request_images = RequestImages(IMAGE_LAYOUT, add_image)
+    first = read_messages(read, body(RED), request_images)
+    second = read_messages(read, body(RED), request_images)
+    read_messages(read, body(RED, BLUE), request_images)
+    assert first == second
+    assert [image.ref for image in added] == [ref(RED), ref(BLUE)]
+
+
+@every_dialect
+def test_a_mark_in_a_text_is_no_image(
+    read: Read, body: Callable[..., dict[str, Any]], separator: str
+) -> None:
+    text = json.dumps(body(RED)).replace("seen", f"se{IMAGE_MARK}en").replace("see", f"s{IMAGE_MARK}ee")
+    for message in read(text.encode(), RequestImages(IMAGE_LAYOUT)).agent_request.messages:
+        assert message.content.count(IMAGE_MARK) == len(message.images)
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        ("https://example.org/cat.png", "images are not downloaded"),
+        ("file:///etc/passwd", "images are not downloaded"),
+        ("data:image/png,raw", "images are not downloaded"),
+        (None, "images are not downloaded"),
+        ("data:image/png;base64,!!!", "not valid base64"),
+        ("data:image/png;base64,AAAA", "not an image file"),
+        (f"data:image/png;base64,{RED[:80]}", "damaged"),
+        (f"data:image/png;base64,{base64_png('red', (16_400, 1))}", "16400 x 1 pixels"),
+    ],
+)
+def test_a_bad_image_is_refused(url: Any, complaint: str) -> None:
+    bodies = (
+        (
+            completions.read,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]},
+        ),
+        (
+            responses.read,
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]},
+        ),
+        (
+            messages.read,
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": url}}]}
+                ]
+            },
+        ),
+    )
+    for read, body in bodies:
+        with pytest.raises(ImageError, match=complaint):
+            read_messages(read, body, RequestImages(IMAGE_LAYOUT))
+
+
+def test_images_in_documents_and_other_documents() -> None:
+    picture = {"type": "image", "source": {"type": "base64", "data": RED}}
+    sources = [
+        {"type": "content", "content": [{"type": "text", "text": "a"}, picture]},
+        {"type": "base64", "media_type": "application/pdf", "data": "JVBE"},
+    ]
+    blocks = [{"type": "document", "source": source} for source in sources]
+    body = {"messages": [{"role": "user", "content": blocks}]}
+    (message,) = read_messages(messages.read, body, RequestImages(IMAGE_LAYOUT))
+    assert message.content == f"a\n{IMAGE_MARK}\n{messages.DOCUMENT_NOTE}"
+    assert message.images == (ref(RED),)
+
+
+@pytest.mark.parametrize(("bound", "value"), [("MAX_EPISODE_IMAGES", 1), ("MAX_EPISODE_BYTES", 100)])
+def test_the_images_of_an_episode_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, bound: str, value: int
+) -> None:
+    monkeypatch.setattr(images, bound, value)
+    with pytest.raises(ImageError, match=r"of an episode|an episode can have"):
+        read_messages(completions.read, chat_body(RED, BLUE), RequestImages(IMAGE_LAYOUT))
+
+
+@served
+async def test_a_bad_image_is_an_error_of_the_client(gateway: Gateway) -> None:
+    host = FakeHost()
+    host.images = RequestImages(IMAGE_LAYOUT)
+    async with gateway.admit_episode(host, lambda: 0.0) as endpoint:
+        for path, (_, body, _) in zip(
+            ("/chat/completions", "/responses", "/messages"), BODIES.values(), strict=True
+        ):
+            status, answer = await fetch(endpoint, path, json=body("AAAA"))
+            assert (status, "not an image file" in answer["error"]["message"]) == (400, True)
+            status, _ = await fetch(endpoint, path, json=body(RED))
+            assert status == 200
+
+        status, counted = await fetch(endpoint, "/messages/count_tokens", json=messages_body(RED))
+        assert (status, counted) == (200, {"input_tokens": len(f"see\n{IMAGE_MARK}")})
+    assert [request.messages[0].images for request in host.requests] == [(ref(RED),)] * 3
