@@ -234,7 +234,7 @@ async def test_a_sampled_placeholder_ends_the_turn(vision: TinyVision):
 
     # Padding of the second prompt's chunk, and slots that sit out, read the scratch position.
     requests = [
-        vision.ask(text(3) + vision.picture(rows, 4), 1, str(length)) for rows, length in ((2, 39), (3, 10))
+        vision.ask(text(3) + vision.picture(rows, 4), 1, str(length)) for rows, length in ((2, 10), (3, 39))
     ]
     for generation in await asyncio.gather(*map(engine.generate, requests)):
         assert generation.ids == (layout.placeholder,)
