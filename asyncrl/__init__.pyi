@@ -23,6 +23,7 @@ from asyncrl.tools import signature_of as signature_of
 from asyncrl.tools import tool as tool
 from asyncrl.types import Message as Message
 from asyncrl.types import Sample as Sample
+from asyncrl.vision.content import ImageFile as ImageFile
 
 __version__: str
 MODULE_OF_NAME: dict[str, str]

@@ -36,6 +36,10 @@ class Environment(Protocol):
     timeout: float | None = None
     """Time limit for each answer from the environment, in seconds; None means `rollout.tool_timeout`."""
 
+    needs_images: bool = False
+    """Whether the episodes make no sense without images: a run whose model reads text only is then refused.
+    Otherwise such a model reads `[image]` in the place of an image."""
+
     @abstractmethod
     async def reset(self, sample: Sample) -> Observation:
         """Begin an episode. The returned messages, which may be empty, follow the sample's prompt. The

@@ -65,6 +65,7 @@ class Gymnasium(Environment):
                 f"{', '.join(render_modes) or 'none'}); set show=auto"
             )
 
+        self.needs_images = show == "image" and not describe
         self._describe = load_object(describe, "description") if describe else None
         self._action_names = tuple(name.strip() for name in actions.split(",") if actions)
         self._thread = OwnThread("gymnasium") if thread else None

@@ -63,9 +63,17 @@ class EpisodeParts:
 
     @cached_property
     def environment(self) -> Callable[[], Environment] | None:
-        """Return the factory of the episodes' environments; None without `rollout.environment`."""
+        """Return the factory of the episodes' environments; None without `rollout.environment`. ConfigError
+        also if the environment needs images and the model reads text only."""
         environment_name = self.config.rollout.environment
-        return load_environment(environment_name) if environment_name else None
+        if not environment_name:
+            return None
+
+        make_environment = load_environment(environment_name)
+        if getattr(make_environment(), "needs_images", False):
+            with ConfigError.instead_of(ConfigError, text="rollout.environment shows images"):
+                self.require_images()
+        return make_environment
 
     @cached_property
     def agent(self) -> Agent | None:

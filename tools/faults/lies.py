@@ -19,6 +19,7 @@ from asyncrl.engines.torch.batch import Batcher
 from asyncrl.engines.torch.engine import TorchEngine, build
 from asyncrl.engines.torch.slots import KVCache, Layout, Slot, Slots
 from asyncrl.types import Generation, VersionSpan
+from asyncrl.vision.pixels import Pixels
 from asyncrl.weights.manifest import AdapterSpec
 
 Tensors = Mapping[str, torch.Tensor]
@@ -114,9 +115,11 @@ class AdapterScale(LyingEngine):
 class BaseModelCache(KVCache):
     """Samples with the base model alone; scores still have the adapter."""
 
-    def forward(self, layout: Layout, logit_indices: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, layout: Layout, logit_indices: torch.Tensor, pixels: Pixels | None = None
+    ) -> torch.Tensor:
         with self.adapters.disabled() if self.adapters is not None else nullcontext():
-            return super().forward(layout, logit_indices)
+            return super().forward(layout, logit_indices, pixels)
 
 
 class StaleLabels(TorchEngine):

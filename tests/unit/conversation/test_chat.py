@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 from asyncrl.conversation.chat import MAX_CACHED_CHARACTERS, Chat
 from asyncrl.errors import ConfigError
 from asyncrl.tools import load_tool
-from asyncrl.types import Message, ToolCall
+from asyncrl.types import IMAGE_MARK, ImageRef, Message, ToolCall
+from tests.fakes.chat import IMAGE_LAYOUT
 from tests.fakes.families import FAMILIES, TEMPLATES, tokenizer_of
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/multiturn/calculator/model"
@@ -507,3 +508,13 @@ def test_a_prompt_that_ends_with_the_models_words_goes_on_with_them(name: str, b
     said = (Message("user", "Why?"), Message("assistant", "The answer is"))
     turn = chat_of(name).turn_ids(said, Message("assistant", " 42"))
     assert (text(name, turn) or "").startswith(" 42") and turn[-1] in chat_of(name).stop_ids
+
+
+def test_a_mark_in_a_reply_is_no_image() -> None:
+    name = next(iter(FAMILIES))
+    image = ImageRef("0" * 29, 32, 32)
+    marked = f"a{IMAGE_MARK}b"
+    reading_chat = Chat(tokenizer_of(name), TODAY, image_layout=IMAGE_LAYOUT)
+    assert reading_chat.shorten_with_images(marked, (), 100, "middle") == "ab"
+    assert reading_chat.shorten_with_images(marked, (image,), 100, "middle") == marked
+    assert chat_of(name).shorten_with_images(marked, (), 100, "middle") == marked

@@ -20,8 +20,23 @@ from asyncrl.tools import tool
 from asyncrl.types import Message, Sample, ToolCall
 from tests.fakes.chatml import TEMPLATE as CHATML
 from tests.fakes.families import tokenizer_of
+from tests.fakes.tiny_families import build_family
 
 FIRST = (Message("user", "Rain in Ulm?"),)
+
+
+GALLERY = """
+from asyncrl.environments import Environment, image_observation
+
+class Gallery(Environment):
+    needs_images = True
+
+    async def reset(self, sample):
+        return image_observation()
+
+    async def step(self, message):
+        return image_observation()
+"""
 
 
 @tool
@@ -193,3 +208,14 @@ def test_a_token_that_the_embedding_lacks_is_found_as_the_prompt_writes_it(
     check_token_ids(parts, "data.train", samples, rows + 1)
     with pytest.raises(ConfigError, match=r"data\.train, sample 1: the prompt contains the token"):
         check_token_ids(parts, "data.train", samples, rows)
+
+
+def test_an_environment_that_needs_images_needs_a_model_that_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "gallery.py").write_text(GALLERY)
+    environment = {f"{tmp_path / 'gallery.py'}:Gallery": {}}
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ConfigError, match=r"rollout.environment shows images: .* reads text only"):
+        _ = parts_of(tmp_path, rollout={"environment": environment}).environment
+
+    build_family("qwen3_vl", tmp_path)
+    assert parts_of(tmp_path, rollout={"environment": environment}).environment is not None

@@ -180,6 +180,12 @@ def test_reset_of_a_class_adds_an_image_to_the_prompt() -> None:
     resumed.finished(bench.record[:2])
     assert resumed.engine.requests[0].ids == bench.engine.requests[1].ids
 
+    beside_environment = camera_bench(["42"], environment=Gallery, chat=chat())
+    beside_environment.finished()
+    (request,) = beside_environment.engine.requests
+    assert [run.digest for run in find_runs(request.ids)] == [RED_DIGEST, RED_DIGEST]
+    assert "q Look:first" in beside_environment.rows[0]
+
     text_bench = camera_bench(["42"])
     text_bench.finished()
     assert text_bench.rows[0].endswith("q Look:[image]42")
