@@ -38,6 +38,7 @@ SPANS: dict[str, tuple[int, str | None]] = {
     "acks: turns that": (PROCESS, "acks: turns not durable yet"),
     "acks: the window": (PROCESS, "acks: the window is full"),
     "fresher weights": (PROCESS, "wait for fresher weights"),
+    "images from the coordinator": (PROCESS, "wait for images"),
     "room on": (PROCESS, None),
     "the trainer's devices, to start its server": (PROCESS, "wait for its shift"),
     "rollout-# is silent": (PROCESS, "a worker is silent"),
