@@ -21,6 +21,7 @@ from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.config import RunConfig
 from asyncrl.conversation.watch import GrowingText
+from asyncrl.data.run_images import RunImages
 from asyncrl.episodes.recorded import rewards_and_advantages, stored_turns, turns_of
 from asyncrl.errors import AsyncrlError, ConfigError, one_line, users_code
 from asyncrl.observe.files import read_lines
@@ -244,12 +245,10 @@ def _observation_json(observation: Observation | None) -> dict[str, Any] | None:
     return observation_json | {"messages": [_readable_json(message) for message in observation.messages]}
 
 
-def image_url(reader: RunReader, digest: str) -> str:
+def image_url(images: RunImages, digest: str) -> str:
     """Return the file of an image of the run as a data URL. ConfigError for an image that is not stored."""
-    file = reader.image_file(digest)
+    file = images.file_of(digest)
     if file is None or not is_image_file(file):
-        raise ConfigError(
-            f"image {digest[:DIGEST_DIGITS]} is not in the run's store; images of the data are in the data"
-        )
+        raise ConfigError(f"image {digest[:DIGEST_DIGITS]} is not stored in the run")
     media_type = "image/png" if file.startswith(PNG_START) else "image/jpeg"
     return f"data:{media_type};base64,{base64.b64encode(file).decode()}"

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from asyncrl.config import RunConfig, parse
+from asyncrl.data.run_images import RunImages
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.observe.columns import MetricColumns
 from asyncrl.observe.files import metrics_size, read_status
@@ -154,9 +155,10 @@ class Views:
             return {"run": query.get("run", "0"), **transcript(path, config, reader, episode_rows[0], decode)}
 
     def _image(self, query: Query) -> dict[str, str]:
-        """Return an image that an episode of the run brought, by digest."""
-        with closing(RunReader.open(self._run_path(query))) as reader:
-            return {"url": image_url(reader, query.get("digest", ""))}
+        """Return an image of the run's data or episodes, by digest."""
+        path = self._run_path(query)
+        with closing(RunReader.open(path)) as reader:
+            return {"url": image_url(RunImages.open(path, reader), query.get("digest", ""))}
 
     def _lanes(self, query: Query) -> dict[str, Any]:
         """Return the lanes of a window, in seconds since the start of the run, or around a step."""

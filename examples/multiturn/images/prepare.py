@@ -134,6 +134,18 @@ def write_model(directory: Path, seed: int) -> None:
     (directory / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
 
 
+def write_example(out: Path, *, seed: int, demonstrations: int = 8000, questions: int = 2000) -> None:
+    """Write the model, with random weights by `seed`, and the data."""
+    first_demonstration = questions  # no demonstration shows a picture of a question
+    demonstration_seeds = range(first_demonstration, first_demonstration + demonstrations)
+    test_seeds = range(TEST_SEEDS, TEST_SEEDS + 256)
+    (out / "model").mkdir(parents=True, exist_ok=True)
+    write_rows(out / "demonstrations.parquet", map(demonstration_row, demonstration_seeds))
+    write_rows(out / "train.parquet", map(question_row, range(questions)))
+    write_rows(out / "test.parquet", map(question_row, test_seeds))
+    write_model(out / "model", seed)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -142,13 +154,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the model's random weights")
     arguments = parser.parse_args()
 
-    out: Path = arguments.out
-    (out / "model").mkdir(parents=True, exist_ok=True)
-    write_rows(out / "demonstrations.parquet", map(demonstration_row, range(10_000, 18_000)))
-    write_rows(out / "train.parquet", map(question_row, range(2000)))
-    write_rows(out / "test.parquet", map(question_row, range(TEST_SEEDS, TEST_SEEDS + 256)))
-    write_model(out / "model", arguments.seed)
-    print(f"wrote {out}/model and the data; next: asyncrl sft experiment=images_sft")
+    write_example(arguments.out, seed=arguments.seed)
+    print(f"wrote {arguments.out}")
     return 0
 
 

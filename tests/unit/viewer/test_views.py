@@ -281,7 +281,7 @@ def test_images_are_named_in_texts_and_shown(tmp_path: Path) -> None:
     answer = views.answer("image", {"run": episode["run"], "digest": image.ref.digest})
     assert answer == {"url": f"data:image/png;base64,{base64.b64encode(image.file).decode()}"}
     for digest in ("", "0" * 29, "generated"):
-        with pytest.raises(ConfigError, match="is not in the run's store"):
+        with pytest.raises(ConfigError, match="is not stored in the run"):
             views.answer("image", {"digest": digest})
 
 

@@ -1,0 +1,116 @@
+"""Whole runs with images: of the data, and of an environment that shows a new picture after every turn."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from asyncrl.data.run_images import RunImages
+from asyncrl.store.reader import IMAGE_KIND, RunReader
+from asyncrl.store.segments import RECORD_HEADER
+from asyncrl.vision.files import image_digest
+from tests.integration.runs import ROOT, Run, once
+
+EXAMPLE = ROOT / "examples/multiturn/images"
+TURNS = 3
+GAP = 1e-5  # nats between the engine's log-probs and the trainer's, in float32
+# A picture of its own after each turn, whatever a model says that has learned nothing yet.
+GALLERY = """
+import random
+
+import PIL.Image
+
+from asyncrl.environments import Environment, image_observation
+
+
+class Gallery(Environment):
+    replay = "no"
+    needs_images = True
+
+    async def reset(self, sample):
+        self.dice = random.Random()
+        return image_observation("first", self.paint())
+
+    async def step(self, message):
+        return image_observation("next", self.paint(), reward=self.dice.random())
+
+    def paint(self):
+        pixels = bytes(self.dice.randrange(256) for _ in range(3 * 32 * 32))
+        return PIL.Image.frombytes("RGB", (32, 32), pixels)
+"""
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example's data and its random model."""
+    directory = tmp_path_factory.mktemp("images")
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        import prepare
+    finally:
+        sys.path.remove(str(EXAMPLE))
+    prepare.write_example(directory, seed=0, demonstrations=64, questions=64)
+    return directory
+
+
+def keys(example: Path, gallery: Path) -> list[str]:
+    gallery.write_text(GALLERY)
+    return [
+        f"model.path={example}/model",
+        "model.dtype=float32",
+        f"data.train={example}/train.parquet",
+        "data.test=''",
+        f"rollout.environment={gallery}:Gallery",
+        "rollout.tools=[]",
+        f"rollout.max_turns={TURNS}",
+        "rollout.max_new_tokens=4",
+        "rollout.max_tokens=512",
+        "rollout.reward=exact",
+        "total_steps=4",
+        "trainer.lr=1e-3",
+    ]
+
+
+def assert_images_are_stored(run: Run) -> None:
+    """Every image of a stored turn has its file, written once, with little beside it."""
+    with closing(RunReader.open(run.path)) as reader:
+        images = RunImages.open(run.path, reader)
+        rows = reader.rows(
+            "SELECT uid, kind, segment, offset FROM frames WHERE kind >= 'image:' AND kind < 'image;'"
+        )
+        digests = [kind.removeprefix(IMAGE_KIND) for _, kind, _, _ in rows]
+        files = images.files_of(digests)
+    assert all(image_digest(file) == digest for digest, file in files.items())
+    assert len({(segment, offset) for _, _, segment, offset in rows}) == len(files)
+    stored_bytes = sum(len(file) + RECORD_HEADER.size for file in files.values())
+    assert stored_bytes <= 1.1 * sum(map(len, files.values()))
+
+
+def assert_same_logprobs(run: Run) -> None:
+    """Of tokens whose whole context one version has sampled; some steps have none."""
+    metric = "rollout_corr/logprob_diff_max"
+    gaps = [row[metric] for row in run.rows() if metric in row]
+    assert gaps and max(gaps) <= GAP
+
+
+def test_a_run_trains_on_images(example: Path, tmp_path: Path) -> None:
+    with Run(tmp_path, *keys(example, tmp_path / "gallery.py")) as run:
+        run.completed(4)
+    once(run.path, 4)
+    assert_images_are_stored(run)
+    assert_same_logprobs(run)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("role", ["rollout-0", "trainer-0", "coordinator-0"])
+def test_a_kill_loses_no_image(example: Path, tmp_path: Path, role: str) -> None:
+    with Run(tmp_path, *keys(example, tmp_path / "gallery.py"), "total_steps=8") as run:
+        run.until_step(2)
+        run.kill(role)
+        run.completed(8)
+    once(run.path, 8)
+    assert_images_are_stored(run)
+    assert_same_logprobs(run)
