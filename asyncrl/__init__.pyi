@@ -45,7 +45,7 @@ class ModelKeys(TypedDict, total=False):
     template_args: Mapping[Any, Any]
     """Arguments for the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
     max_image_tokens: int
-    """Scale images down to this many tokens; 0: the limit of the model's image processor."""
+    """Scale larger images down to this many tokens; 0: the limit of the model's image processor."""
     dtype: Literal["auto", "float32", "bfloat16"]
     """Compute type of the trainer, also used for frozen weights, published weights and the embedded
     engine. Trained weights and the optimizer are float32. auto: bfloat16 on a GPU (assumed on Ray, unless
@@ -55,8 +55,8 @@ class ModelKeys(TypedDict, total=False):
     uses (with `engine.colocated`: the GPUs of the ranks). On Ray, an embedded engine gets its own GPU
     only with `cuda`."""
     train_vision: bool
-    """Also train what a vision-language model reads images with: its vision tower and projector. If
-    false, only the text part trains."""
+    """Also train a vision-language model's vision tower and projector. If false, only the text part is
+    trained."""
     fp32_head: bool
     """Compute the trainer's logits in float32 even if `dtype` is bfloat16."""
     lora_rank: int

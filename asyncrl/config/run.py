@@ -51,7 +51,7 @@ class ModelConfig(Section, frozen=True):
     template_args: Options = {}
     """Arguments for the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
     max_image_tokens: Count = 0
-    """Scale images down to this many tokens; 0: the limit of the model's image processor."""
+    """Scale larger images down to this many tokens; 0: the limit of the model's image processor."""
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
     """Compute type of the trainer, also used for frozen weights, published weights and the embedded engine.
     Trained weights and the optimizer are float32. auto: bfloat16 on a GPU (assumed on Ray, unless `device`
@@ -61,8 +61,8 @@ class ModelConfig(Section, frozen=True):
     uses (with `engine.colocated`: the GPUs of the ranks). On Ray, an embedded engine gets its own GPU only
     with `cuda`."""
     train_vision: bool = False
-    """Also train what a vision-language model reads images with: its vision tower and projector. If false,
-    only the text part trains."""
+    """Also train a vision-language model's vision tower and projector. If false, only the text part is
+    trained."""
     fp32_head: bool = False
     """Compute the trainer's logits in float32 even if `dtype` is bfloat16."""
     lora_rank: Count = 0

@@ -183,7 +183,7 @@ class Chat:
             )
 
         if message.images:
-            raise ConfigError("a message of the model contains an image, but models write text only")
+            raise ConfigError("an assistant message contains an image, but models write only text")
 
         text = conversation_text.removeprefix(prompt_text)
         stop_match = self._stop_pattern.search(text)

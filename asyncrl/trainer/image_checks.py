@@ -22,7 +22,7 @@ def require_trainable_images(config: RunConfig) -> ImageLayout:
     layout = read_image_layout(model_path)
     if not frozen_shapes(model_path):
         raise ConfigError(
-            f"{model_path}: `architectures` in config.json names a class of text alone, so the model reads "
+            f"{model_path}: `architectures` in config.json names a text-only class, so the model reads "
             "no images; set it to the class of the whole model, or remove the images from the data"
         )
 
@@ -38,7 +38,7 @@ def require_trainable_images(config: RunConfig) -> ImageLayout:
     for key, path in other_paths.items():
         if path and _pixel_layout(path) != _pixel_layout(model_path):
             raise ConfigError(
-                f"{key}: {path} reads images in other patches, or with other pixel values, than "
+                f"{key}: {path} uses different patches or pixel values from "
                 f"{model_path}; use a model of the same family"
             )
 

@@ -37,7 +37,7 @@ class ImageError(AsyncrlError):
 
 class StoredImage(NamedTuple):
     """A prepared image. `file`: the bytes of a PNG or JPEG file. `changes`: how the image as it came was
-    changed, such as "scaled" or "turned"."""
+    changed, such as "scaled" or "rotated"."""
 
     ref: ImageRef
     file: bytes
@@ -58,7 +58,7 @@ def prepare_image(file: bytes, layout: ImageLayout) -> StoredImage:
     """Prepare an image file for a model. ImageError says what is wrong with the file."""
     if len(file) > MAX_FILE_BYTES:
         raise ImageError(
-            f"the image file has {len(file):,} bytes, at most {MAX_FILE_BYTES:,} are possible; scale it down"
+            f"the image file has {len(file):,} bytes, more than the allowed {MAX_FILE_BYTES:,}; scale it down"
         )
 
     if file.startswith(PNG_START) and file[BIT_DEPTH_OFFSET : BIT_DEPTH_OFFSET + 1] == b"\x10":
@@ -97,14 +97,14 @@ def _check_kind(image: Any) -> None:
     """Raise ImageError for an image that is too large, moves, or has more than 8 bits per channel."""
     if max(image.size) > MAX_SIDE:
         raise ImageError(
-            f"the image has {image.width} x {image.height} pixels, at most {MAX_SIDE} on a side are "
-            "possible; scale it down"
+            f"the image has {image.width} x {image.height} pixels, but a side may have at most {MAX_SIDE}; "
+            "scale it down"
         )
     if min(image.size) < 1:
         raise ImageError("the image has no pixels; write another image")
     if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # MPO: a photo with a preview beside it
         raise ImageError(
-            f"the image has {image.n_frames} frames, but only still images are possible; choose one frame"
+            f"the image has {image.n_frames} frames, but only still images are allowed; choose one frame"
         )
     if image.mode.startswith(DEEP_MODES):
         raise ImageError(f"the image has more than 8 bits per channel (mode {image.mode}); convert it to RGB")
@@ -118,12 +118,12 @@ def _prepare_decoded(image: Any, layout: ImageLayout, file: bytes | None) -> Sto
     changes: list[str] = []
     if image.getexif().get(EXIF_ORIENTATION, UPRIGHT) != UPRIGHT:
         image = PIL.ImageOps.exif_transpose(image)
-        changes.append("turned")
+        changes.append("rotated")
 
     if image.mode in ALPHA_MODES or "transparency" in image.info:
         white = PIL.Image.new("RGBA", image.size, (255, 255, 255, 255))
         image = PIL.Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
-        changes.append("laid on white")
+        changes.append("put on white")
     elif image.mode != "RGB":
         image = image.convert("RGB")
         changes.append("converted to RGB")
@@ -143,8 +143,8 @@ def _prepare_decoded(image: Any, layout: ImageLayout, file: bytes | None) -> Sto
 
     if len(file) > MAX_STORED_BYTES:
         raise ImageError(
-            f"the image of {width} x {height} pixels takes {len(file):,} bytes as PNG, at most "
-            f"{MAX_STORED_BYTES:,} are possible; set model.max_image_tokens lower"
+            f"the image of {width} x {height} pixels takes {len(file):,} bytes as PNG, more than the allowed "
+            f"{MAX_STORED_BYTES:,}; set model.max_image_tokens lower"
         )
 
     return StoredImage(ImageRef(image_digest(file), height, width), file, tuple(changes))

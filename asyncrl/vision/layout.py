@@ -112,7 +112,7 @@ class ImageLayout(msgspec.Struct, frozen=True):
             if scaled_size == size:
                 return size
             size = scaled_size
-        raise ValueError("no size of the image is left unchanged by the model's processor")
+        raise ValueError("the model's processor would rescale it at any size")
 
     def _scaled_size(self, height: int, width: int) -> tuple[int, int]:
         """Return height and width as `smart_resize` of the model's processor in transformers computes

@@ -224,8 +224,11 @@ def animation() -> bytes:
 
 FAULTS: dict[str, tuple[Any, str]] = {
     "truncated": (lambda: noisy_png()[:-900], "the image file is damaged .*write the file again"),
-    "large": (lambda: image_file(20_000, 32), "20000 x 32 pixels, at most 16384 on a side .*scale it down"),
-    "animated": (animation, "3 frames, but only still images are possible; choose one frame"),
+    "large": (
+        lambda: image_file(20_000, 32),
+        "20000 x 32 pixels, but a side may have at most 16384; scale it down",
+    ),
+    "animated": (animation, "3 frames, but only still images are allowed; choose one frame"),
     "deep": (lambda: image_file(mode="I;16", color=7), "16 bits per channel; convert it to 8 bits"),
     "text": (lambda: b"\xff\xd8 no image", "not an image file that Pillow can read; write a PNG or JPEG"),
     "narrow": (lambda: image_file(8_000, 10), "800 times the shorter side .*crop it"),
@@ -325,7 +328,7 @@ def test_the_summary_counts_changes_and_tokens(tmp_path: Path) -> None:
     ]
     split = Split(write_parquet(tmp_path / "a.parquet", [marked([file]) for file in files]))
     assert split.summary.describe() == (
-        "5 different images (1 converted to RGB, 1 laid on white, 2 scaled); tokens per image: 4 to 64, "
+        "5 different images (1 converted to RGB, 1 put on white, 2 scaled); tokens per image: 4 to 64, "
         "median 4"
     )
 
