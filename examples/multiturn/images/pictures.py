@@ -1,7 +1,7 @@
 """Pictures of four corners, each with a colour and a pattern, and the tool that looks closely at a corner.
 
-The model sees a picture at half its size: the colours are clear, but every pattern blurs into plain colour. So the
-model has to zoom into the corner that the question asks about.
+The model sees a picture at half its size: the colours are clear, but every pattern blurs into plain colour.
+So the model has to zoom into the corner that the question asks about.
 """
 
 from __future__ import annotations
