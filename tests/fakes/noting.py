@@ -53,7 +53,8 @@ def noting(engine: Any) -> Any:
 
     async def noted(request: Request) -> Generation:
         generation = await generate(request)
-        note("sampled", [list(request.ids), list(generation.ids)])
+        if not request.session.startswith("probe-"):  # sampled for the trainer's test of the engine
+            note("sampled", [list(request.ids), list(generation.ids)])
         return generation
 
     engine.generate = noted
@@ -99,6 +100,9 @@ class Coder(ScriptedEngine):
         self.tokens += len(ids)
 
         return Generation(ids, (-1.0,) * len(ids), spans, StopReason.STOP)
+
+    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+        return ()  # a script has no log-probs that the trainer's could be compared with
 
     async def load(self, ref: WeightsRef) -> Manifest:
         manifest, _ = await asyncio.to_thread(disk.read_tensors, ref)
