@@ -456,6 +456,11 @@ class Branches:
         else:
             context = continuation
 
+        if any(map(chat.is_placeholder, context)):
+            raise ConfigError(
+                "the prompt contains the token of an image; remove it, or send the image itself"
+            )
+
         return self._make_placement(request, row_number, context, row_messages + request.messages, is_side)
 
     def _too_many_rows(self, pending_placements: Sequence[Placement], is_side: bool) -> Refusal | None:

@@ -70,6 +70,7 @@ from asyncrl.types import (
     ToolReply,
     Turn,
 )
+from asyncrl.vision.content import without_marks
 
 FREE_DIVISOR = 4  # folding frees at least 1 / FREE_DIVISOR of a row, so that the next turns need no folding
 DROPPED_REPLY = "[dropped]"
@@ -202,6 +203,8 @@ def shorten_observation(rules: Rules, observation: Observation) -> Observation:
 def _opened(rules: Rules, episode: Episode, opened: Opened) -> Episode:
     """Begin the first row with the prompt."""
     opened = replace(opened, messages=_shorten_messages(rules, opened.messages))
+    if rules.chat.image_layout is not None:
+        episode = replace(episode, sample=replace(episode.sample, prompt=_without_stray_marks(episode)))
     opening_text = rules.shorten_content(opened.opening_text, opened.opening_images)
     prompt = episode.sample.prompt
     if opening_text:
@@ -444,6 +447,15 @@ def teacher_prompt(rules: Rules, episode: Episode, command: Generate) -> tuple[i
     )
 
     return rules.chat.prompt_ids(messages, episode.opened.tools)
+
+
+def _without_stray_marks(episode: Episode) -> tuple[Message, ...]:
+    """Return the sample's prompt without image marks in messages that have no images: joined with a message
+    that has some, there would be more marks than images."""
+    return tuple(
+        message if message.images else replace(message, content=without_marks(message.content))
+        for message in episode.sample.prompt
+    )
 
 
 def _row_ids(episode: Episode, command: Generate) -> tuple[int, ...]:

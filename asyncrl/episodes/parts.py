@@ -109,7 +109,9 @@ class EpisodeParts:
     @cached_property
     def image_layout(self) -> ImageLayout | None:
         """Return how the model reads images; None if it reads none, for the reason that `require_images`
-        gives."""
+        gives. ConfigError for a setting of images that the model does not allow."""
+        if self.config.model.max_image_tokens:
+            return self.require_images()
         try:
             return self.require_images()
         except ConfigError:

@@ -163,11 +163,17 @@ def show_truths(inputs: Inputs) -> Iterator[Note]:
 def show_images(inputs: Inputs) -> Iterator[Note]:
     """Describe how many images the data have, how they were changed, and how many tokens they have; check
     that the run can train on them."""
-    if inputs.run_data.image_lines and inputs.config.total_steps:
+    run_data = inputs.run_data
+    if run_data.test_images is not None and any(sample.demonstration for sample in run_data.test or ()):
+        raise ConfigError(
+            "data.test: the loss of held-out conversations with images cannot be computed yet; set data.test "
+            "to questions, or to ''"
+        )
+    if run_data.image_lines and inputs.config.total_steps:
         from asyncrl.trainer.image_checks import require_trainable_images  # The import takes a second
 
         require_trainable_images(inputs.config)
-    yield from map(ok, inputs.run_data.image_lines)
+    yield from map(ok, run_data.image_lines)
 
 
 @preflight_check("tasks", requires=("data",))

@@ -39,12 +39,13 @@ class SegmentWriter:
         self.directory = directory
         self.segment_bytes = segment_bytes
         self._file = -1
-        self._segment = -1
+        self._segment = self.newest_segment
         self._offset = 0
 
     @property
     def current_segment(self) -> int:
-        """Return the number of the file that this writer appends to; -1 before the first record."""
+        """Return the number of the file that this writer appends to; before its first record, that of the
+        newest file of any writer."""
         return self._segment
 
     @property

@@ -300,6 +300,8 @@ def read_answer(value: Any, layout: ImageLayout | None) -> ToolAnswer:
 
     if not has_images(rewarded.content):
         text = rewarded.content if isinstance(rewarded.content, str) else _write_json(rewarded.content)
+        if layout is not None:  # a mark stands for an image
+            text = without_marks(text)
         return ToolAnswer(bound_reply(text), reward)
 
     content = read_content(rewarded.content, layout)

@@ -32,7 +32,13 @@ def require_trainable_images(config: RunConfig) -> ImageLayout:
             "trainer.sequence_parallel=1"
         )
 
-    other_paths = {"kl.reference": "" if config.scored_reference else config.kl.reference}
+    if config.scored_reference:
+        raise ConfigError(
+            "scorers: servers do not read images yet, so they cannot score turns with images; use kl.reference "
+            "with a path, or remove the scorer"
+        )
+
+    other_paths = {"kl.reference": config.kl.reference}
     if needs_critic(config):
         other_paths["critic.path"] = config.critic.path
     for key, path in other_paths.items():

@@ -269,6 +269,9 @@ class TrainerRank:
         """Return the files of all images in these turns, by digest. A trajectory with an image that cannot be
         read is left out of the work."""
         digests = digests_of(turn for _, turns in planned_work for turn in turns)
+        if not digests:
+            return {}
+
         image_files: dict[str, bytes] = {}
         for start in range(0, len(digests), shared.MAX_REQUESTED_IMAGES):
             request = shared.ImageRequest(tuple(digests[start : start + shared.MAX_REQUESTED_IMAGES]))

@@ -84,8 +84,7 @@ class SGLangClient:
         """Sample a turn, or the beginning of a turn (stop: ABORT). Raises EngineBusy, EngineLost when another
         server can go on, and EngineError on a request that no server can serve."""
         check_request(request, self._vocabulary, self._config.rollout.max_tokens)
-        if has_images(request.ids):
-            raise EngineRefused("servers do not read images yet; use the embedded engine (engine=torch)")
+        _refuse_images(request.ids)
         remaining_room = self._config.rollout.max_tokens - len(request.ids)
         token_limit = min(remaining_room, request.sampling.max_new_tokens)
         sampling = msgspec.structs.replace(request.sampling, max_new_tokens=token_limit)
@@ -139,6 +138,7 @@ class SGLangClient:
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         """Return log-probs of ids[1:] as `Engine.score` does, with the first adapter, if there are adapters.
         Raises EngineBusy, and EngineLost when another server may have an answer."""
+        _refuse_images(ids)
         adapter = self._adapter_name_of(next(iter(self._config.adapters), ""))
         async with self._request_slot():
             return await self.api.score(ids, self._config.engine.request_timeout, adapter)
@@ -146,6 +146,7 @@ class SGLangClient:
     async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
         """Score the last `count` ids, at a server whose weights never change. Raises the errors of `score`,
         and EngineError for ids that the model does not have."""
+        _refuse_images(ids)
         if max(ids) >= self._vocabulary:
             raise EngineError(
                 f"token ID {max(ids)} is outside the scorer's vocabulary (size {self._vocabulary})"
@@ -251,6 +252,11 @@ class SGLangClient:
         return EngineLost(
             f"server {self.api.url}: {reason}", NOTHING if stream is None else _good_part(stream)
         )
+
+
+def _refuse_images(ids: tuple[int, ...]) -> None:
+    if has_images(ids):
+        raise EngineRefused("servers do not read images yet; use the embedded engine (engine=torch)")
 
 
 def _good_part(stream: StreamedTurn) -> Generation:
