@@ -456,10 +456,8 @@ class Branches:
         else:
             context = continuation
 
-        if any(map(chat.is_placeholder, context)):
-            raise ConfigError(
-                "the prompt contains the token of an image; remove it, or send the image itself"
-            )
+        if chat.image_layout is not None and chat.image_layout.placeholder in context:
+            raise ConfigError("the prompt contains an image token; remove the token, or send the image")
 
         return self._make_placement(request, row_number, context, row_messages + request.messages, is_side)
 

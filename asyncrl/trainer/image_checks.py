@@ -34,8 +34,8 @@ def require_trainable_images(config: RunConfig) -> ImageLayout:
 
     if config.scored_reference:
         raise ConfigError(
-            "scorers: servers do not read images yet, so they cannot score turns with images; use kl.reference "
-            "with a path, or remove the scorer"
+            "scorers: servers do not read images yet, so they cannot score turns with images; set "
+            "kl.reference to a path, or remove the scorer"
         )
 
     other_paths = {"kl.reference": config.kl.reference}

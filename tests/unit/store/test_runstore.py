@@ -480,3 +480,20 @@ def test_an_image_of_an_old_segment_is_written_again(tmp_path: Path) -> None:
 
     assert segments == [0, 0, 3, 3, 6]
     store.close()
+
+
+def test_a_restarted_writer_knows_how_old_a_segment_is(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    store._segments.segment_bytes = 1
+    store.put_image("0.0", 0, "d1", b"picture")
+    for number in range(4):
+        store.put_frame(f"{number}.0", 0, "generated", b"turn")
+        store.commit()
+    store.close()
+
+    store = RunStore(tmp_path)
+    store.put_image("5.0", 0, "d1", b"picture")
+    store.commit()
+    place = store.reader.image_location("d1")
+    assert place is not None and place.segment == store._segments.newest_segment
+    store.close()
