@@ -209,10 +209,21 @@ class EngineHandler:
             self.largest_probe_gap = max(self.largest_probe_gap, message.probe_gap.largest)
             self.probe_median_gap = message.probe_gap.median
             self.probe_tokens += message.probe_gap.tokens
+
+        had_verdict = not self.mismatches.may_load(peer)
         may_sample = self.mismatches.judge_probe(peer, name, message)
-        if message.probe_gap is not None and not may_sample:
+        if not may_sample and not had_verdict and self.more_probes_follow:
             self.versions.expire_probe(message.ref.version)
         return may_sample
+
+    @property
+    def more_probes_follow(self) -> bool:
+        """True if the trainer will score another probe when an engine needs one.
+
+        False once training is over, in an evaluation, and with shifts, where the trainer has offloaded before
+        engines are compared: a second comparison with the same texts is better than none.
+        """
+        return not self.ledger.training_over and not self.config.shifts
 
     def note_samples(self, peer: bytes, message: ProbeSamples) -> None:
         """Judge the labels and the independence of the sequences that an engine has sampled for a test, and
