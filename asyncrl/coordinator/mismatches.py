@@ -221,17 +221,20 @@ class Mismatches:
         if not self.may_load(peer):
             return False
 
-        evidence, equal_count = equality_evidence(message.sequences)
+        evidence = equality_evidence(message.sequences)
+        if not evidence.compared_count:
+            return True
+
         self._independence_test_count += 1
         test_number = self._independence_test_count
         alarm_rate = ALARM_RATE / (test_number * (test_number + 1))  # sums to ALARM_RATE
-        if evidence < -math.log(alarm_rate):
+        if evidence.log_ratio < -math.log(alarm_rate):
             return True
 
         text = (
-            f"{name} does not sample independently: {equal_count} of {len(message.sequences)} sequences that "
-            f"it sampled with v{message.version.step} are equal to another one with the same prompt; it may "
-            "use one seed for all requests"
+            f"{name} does not sample independently: {evidence.equal_count} of {len(message.sequences)} "
+            f"sequences that it sampled with v{message.version.step} are equal to another one with the same "
+            "prompt; it may use one seed for all requests"
         )
         return self._act_on(peer, name, "independence", text)
 
@@ -356,16 +359,29 @@ def place_of(peer: bytes) -> str:
     return peer.decode().rpartition("/")[0]
 
 
-def equality_evidence(sequences: Sequence[SampledSequence]) -> tuple[float, int]:
-    """Return the log of the likelihood ratio of "half of the sequences are copies" to "all sequences are
-    independent", and the number of sequences that are equal to the first one of their prompt.
+class EqualityEvidence(NamedTuple):
+    """Comparisons of sequences with the first sequence of their prompt. `log_ratio`: the log of the likelihood
+    ratio of "half of the sequences are copies" to "all sequences are independent"."""
+
+    log_ratio: float = 0.0
+    compared_count: int = 0
+    equal_count: int = 0
+
+
+def equality_evidence(sequences: Sequence[SampledSequence]) -> EqualityEvidence:
+    """Compare sequences with the first sequence of their prompt.
 
     An independent sequence equals the first one with the probability p of the first one, by its reported
     log-probs, and a copy with probability 1/2 or so. The mean of the ratio over independent sequences is 1,
     so that by Markov's inequality the ratio exceeds 1/alpha with a probability of at most alpha.
+
+    Prompts whose first sequence has p > 1/2 are left out, before their other sequences are read. Otherwise a
+    different sequence would be evidence of copies, and where p is nearly 1, as at a low temperature, the
+    rounding of p alone would decide how much.
     """
     first_sequences: dict[tuple[int, ...], SampledSequence] = {}
-    evidence = 0.0
+    log_ratio = 0.0
+    compared_count = 0
     equal_count = 0
     for sequence in sequences:
         prompt = sequence.ids[: -len(sequence.logprobs)]
@@ -373,16 +389,18 @@ def equality_evidence(sequences: Sequence[SampledSequence]) -> tuple[float, int]
         if first_sequence is sequence:
             continue
 
-        logprob = min(sum(first_sequence.logprobs), -1e-6)  # rounding may make a sum 0, or greater
-        if not math.isfinite(logprob):  # another test finds that
+        logprob = sum(first_sequence.logprobs)
+        if not -math.inf < logprob <= math.log(0.5):  # another test finds what is not finite
             continue
+
+        compared_count += 1
         if sequence.ids == first_sequence.ids:
             equal_count += 1
-            evidence += math.log(0.5) - logprob
+            log_ratio += math.log(0.5) - logprob
         else:
-            evidence += math.log(0.5) - math.log(-math.expm1(logprob))
+            log_ratio += math.log(0.5) - math.log(-math.expm1(logprob))
 
-    return evidence, equal_count
+    return EqualityEvidence(log_ratio, compared_count, equal_count)
 
 
 ADVICE = (

@@ -6,6 +6,7 @@ import math
 from itertools import product
 
 import msgspec
+import numpy as np
 import pytest
 
 from asyncrl.config import parse
@@ -387,7 +388,7 @@ def test_equal_samples_of_one_prompt_are_a_mismatch() -> None:
 
 def test_the_evidence_of_independent_sequences_has_the_mean_one() -> None:
     """Exactly, over all pairs of sequences of two tokens; what a sequence is likely to be does not matter."""
-    probabilities = {0: 0.7, 1: 0.2, 2: 0.1}
+    probabilities = {0: 0.8, 1: 0.15, 2: 0.05}  # the likeliest sequence has more than 1/2
     pairs = [(first, second) for first in probabilities for second in probabilities]
     mean = 0.0
     for pair in product(pairs, repeat=2):
@@ -395,6 +396,47 @@ def test_the_evidence_of_independent_sequences_has_the_mean_one() -> None:
             SampledSequence((9, *tokens), tuple(math.log(probabilities[token]) for token in tokens))
             for tokens in pair
         ]
-        evidence, _ = equality_evidence(sequences)
-        mean += math.prod(probabilities[token] for tokens in pair for token in tokens) * math.exp(evidence)
+        log_ratio = equality_evidence(sequences).log_ratio
+        mean += math.prod(probabilities[token] for tokens in pair for token in tokens) * math.exp(log_ratio)
     assert mean == pytest.approx(1.0)
+
+
+def sample_greedily(generator: np.random.Generator, step: int) -> tuple[SampledSequence, ...]:
+    """Sample as an honest engine at temperature 0.01, of which each request rounds its logits in its own way:
+    at a near tie, it gives the token that it has chosen nearly all probability."""
+    sequences: list[SampledSequence] = []
+    for prompt in range(4):
+        logits_by_prefix: dict[tuple[int, ...], np.ndarray] = {}
+        for _ in range(4):
+            tokens: tuple[int, ...] = ()
+            logprobs: tuple[float, ...] = ()
+            for _ in range(16):
+                if tokens not in logits_by_prefix:
+                    logits_by_prefix[tokens] = generator.normal(0, 2, 200)
+                logits = (logits_by_prefix[tokens] + generator.normal(0, 0.05, 200)) / 0.01
+                probabilities = np.exp(logits - np.logaddexp.reduce(logits))
+                token = int(generator.choice(len(logits), p=probabilities / probabilities.sum()))
+                tokens += (token,)
+                logprobs += (float(np.log(probabilities[token])),)
+            sequences.append(SampledSequence((step, prompt, *tokens), logprobs))
+    return tuple(sequences)
+
+
+def test_rounding_at_a_low_temperature_is_no_evidence_of_copies() -> None:
+    generator = np.random.default_rng(0)
+    judge = mismatches("warn", temperature=0.01)
+    for step in range(8):
+        message = ProbeSamples(PolicyVersion(1, step), sample_greedily(generator, step))
+        judge.judge_independence(ENGINE, "engine 1", message)
+    assert judge.count == 0
+
+
+def test_reports_without_a_pair_are_no_tests_of_independence() -> None:
+    """Otherwise each of them lowers the alarm rate of the reports with a pair."""
+    version = PolicyVersion(1, 8)
+    judge = mismatches("stop")
+    for prompt in range(1000):
+        single = ProbeSamples(version, (sampled(prompt, (5,) * 16),))
+        assert judge.judge_independence(ENGINE, "engine 1", single)
+    copies = (sampled(1, (5,) * 11), sampled(1, (5,) * 11))
+    assert not judge.judge_independence(ENGINE, "engine 1", ProbeSamples(version, copies))

@@ -1,5 +1,5 @@
-"""Replaced engines where the trainer scores no further probe: the successor is compared with the probe that its
-predecessor failed, and the run goes on. The coordinator is real, and its peers are played by their messages."""
+"""Replaced engines where the trainer scores no further probe: the successor is compared with the probe that
+its predecessor failed, and the run goes on. A coordinator, whose peers are played by their messages."""
 
 from __future__ import annotations
 
