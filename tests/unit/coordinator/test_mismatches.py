@@ -90,7 +90,7 @@ def test_few_tokens_are_judged_by_a_wider_limit(rounding: float) -> None:
     limit = max(MIN_MEAN_LIMIT, MEAN_MULTIPLE * rounding)
     assert judge.judge_probe(ENGINE, "engine 1", loaded(rounding, rounding, mean_gap=0.9 * limit))
     assert not judge.judge_probe(ENGINE, "engine 1", loaded(rounding, rounding, mean_gap=1.1 * limit))
-    assert f"mean {1.1 * limit:.3g}" in judge.fatal and f"(mean {limit:.2g})" in judge.fatal
+    assert f"mean {1.1 * limit:.3g}" in judge.fatal and f"and {limit:.2g} (mean)" in judge.fatal
 
 
 def test_an_engine_without_a_comparison_is_not_judged() -> None:
@@ -167,7 +167,7 @@ def test_verdicts_survive_the_coordinator_and_not_the_launch(launch: str) -> Non
         return
 
     assert (after.count, after.newest) == (1, before.newest) and not after.may_load(ENGINE)
-    assert after.may_sample(WORKER) and not after.was_compared(WORKER), "not by this coordinator"
+    assert after.may_sample(WORKER) and after.is_uncompared(WORKER), "not by this coordinator"
     assert after.due_replacements(9.0, [ENGINE]) == [(ENGINE, before.replacements[ENGINE], True)]
     after.forget_predecessors(SUCCESSOR)
     assert not after.may_sample(SUCCESSOR)
@@ -177,6 +177,28 @@ def test_verdicts_survive_the_coordinator_and_not_the_launch(launch: str) -> Non
     last = mismatches("replace")
     last.restore_verdicts(after.encode_verdicts("launch"), "launch")
     assert last.fatal == after.fatal
+
+
+def test_a_restarted_coordinator_continues_the_count_of_tests() -> None:
+    """All tests of a run share one rate of false alarms."""
+    before = mismatches("warn")
+    before.judge_probe(WORKER, "worker 0", loaded(0.0))
+    copies = ProbeSamples(PolicyVersion(1, 0), (sampled(1, (5,) * 11), sampled(1, (5,) * 11)))
+    different = ProbeSamples(PolicyVersion(1, 0), (sampled(1, (5,) * 11), sampled(1, (6,) * 11)))
+    for index in range(1000):
+        before.judge_samples(b"rollout/%d/a" % index, f"worker {index}", PolicyVersion(1, 0), sums(0.0))
+        before.judge_independence(WORKER, "worker 0", different)
+    assert before.count == 0
+
+    after = mismatches("stop")
+    after.restore_verdicts(before.encode_verdicts("launch"), "launch")
+    after.judge_probe(WORKER, "worker 0", loaded(0.0))
+    assert after.judge_samples(WORKER, "worker 0", PolicyVersion(1, 0), sums(-6.0))
+    assert after.judge_independence(WORKER, "worker 0", copies)
+    first = mismatches("stop")
+    first.judge_probe(WORKER, "worker 0", loaded(0.0))
+    assert not first.judge_samples(WORKER, "worker 0", PolicyVersion(1, 0), sums(-6.0))
+    assert not mismatches("stop").judge_independence(WORKER, "worker 0", copies)
 
 
 def test_an_engine_that_drifts_does_not_stop_a_run_with_alerts_when_the_coordinator_is_restarted() -> None:
@@ -260,7 +282,7 @@ def sums(z: float, gap: float = 0.0, tokens: int = 1024) -> SurprisalSums:
         deviation=z * math.sqrt(tokens),
         squares=float(tokens),
         variance=float(tokens),
-        gap=gap * tokens,
+        median_gap=gap,
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -219,6 +220,19 @@ def test_a_late_answer_of_a_process_with_a_verdict_does_not_expire_the_next_prob
     versions.add_probe(Probed(run.ref.version, OTHER_PROBE), run.now)
     run.answer_load(WORKER, WRONG, "eval")
     assert versions.find_probe(run.ref.version) == OTHER_PROBE
+
+
+def test_verdicts_are_encoded_after_a_change_only(start: Callable[..., PlayedRun]) -> None:
+    """With many workers, each pass would take longer."""
+    run = start()
+    encode_verdicts = mock.Mock(return_value="{}")
+    run.coordinator.engines.mismatches.encode_verdicts = encode_verdicts  # type: ignore[method-assign]
+    run.receive(RANK, Probed(run.ref.version, PROBE))
+    run.advance_twice()
+    assert not encode_verdicts.called
+    run.answer_load(WORKER, RIGHT)
+    run.advance_twice()
+    assert encode_verdicts.call_count == 1
 
 
 def test_no_process_is_replaced_while_the_run_stops(start: Callable[..., PlayedRun]) -> None:
