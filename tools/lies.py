@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -39,7 +40,7 @@ LARGE_BATCHES = "buffer.groups_per_batch=8"  # the trainer still holds a version
 
 class Case(NamedTuple):
     """A run of the demo: its name in the table, and its settings. `is_small`: a lie that ten steps need not
-    show."""
+    show: the run may also complete."""
 
     description: str
     settings: tuple[str, ...] = ()
@@ -135,7 +136,8 @@ def engine_settings(name: str) -> tuple[str, ...]:
 
 
 def train(run_dir: Path, name: str, settings: tuple[str, ...]) -> dict[str, object]:
-    """Train the demo in a forked process, which has its imports. Returns the summary, with `exit_code`."""
+    """Train the demo in a forked process, which has its imports. Returns the summary, with `exit_code`; of a
+    run that does not end within RUN_SECONDS, only an error and a code that is not 0."""
     run_dir.mkdir(exist_ok=True)
     arguments = ["train", "experiment=calculator", f"name={name}", f"run_dir={run_dir}"]
     process = asyncrl(
@@ -146,6 +148,8 @@ def train(run_dir: Path, name: str, settings: tuple[str, ...]) -> dict[str, obje
     )
     try:
         exit_code = process.wait(RUN_SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"exit_code": -1, "error": f"the run did not end within {RUN_SECONDS:g} s"}
     finally:
         process.kill()  # ends the launcher's processes, too
     return summary(run_dir / name) | {"exit_code": exit_code}
@@ -159,7 +163,10 @@ def train_with_engine(run_dir: Path, name: str, steps: int) -> tuple[str, list[s
     step_rows = rows(run_dir / run_name)
 
     error = str(result.get("error") or "")
-    is_named = result["exit_code"] != 0 and "weights.on_mismatch" in error
+    failure = ""
+    if result["exit_code"] != 0:
+        failure = error or f"exit code {result['exit_code']}"
+    is_named = "weights.on_mismatch" in failure
 
     def largest(metric: str) -> float:
         return max((row.get(metric, 0.0) for row in step_rows), default=0.0)
@@ -167,11 +174,11 @@ def train_with_engine(run_dir: Path, name: str, steps: int) -> tuple[str, list[s
     sampled_tokens = largest("weights/sample_tokens")
     problem = ""
     if name in HONEST:
-        problem = error if result["exit_code"] != 0 else ""
+        problem = failure
         if not problem and sampled_tokens < HONEST_TOKENS:
             problem = f"only {sampled_tokens:.0f} sampled tokens were tested"
-    elif not is_named and not cases()[name].is_small:
-        problem = error or "not named"
+    elif not is_named:
+        problem = failure or ("" if cases()[name].is_small else "not named")
 
     return problem, [
         moment_of(error) if is_named else "never",

@@ -68,7 +68,6 @@ class EngineHandler:
         self.supervised_peers = self.supervisors, self.scorers.supervisors
 
         self.mismatches = Mismatches(state.config)
-        self._stored_verdicts = ""
         self.largest_probe_gap = 0.0  # largest difference between log-probs of an engine and of the trainer
         self.probe_median_gap = 0.0  # median difference, by the newest comparison
         self.probe_tokens = 0  # tokens compared so far
@@ -102,11 +101,10 @@ class EngineHandler:
             self.mismatches.restore_verdicts(stored, self.fleet.launch)
 
     def store_verdicts(self) -> None:
-        """Store the verdicts, if they have changed."""
-        encoded = self.mismatches.encode_verdicts(self.fleet.launch)
-        if encoded != self._stored_verdicts:
-            self._stored_verdicts = encoded
-            self.store.put_meta(VERDICTS_KEY, encoded)
+        """Store the verdicts, if they may have changed."""
+        if self.mismatches.needs_storing:
+            self.mismatches.needs_storing = False
+            self.store.put_meta(VERDICTS_KEY, self.mismatches.encode_verdicts(self.fleet.launch))
 
     def quarantined(self, peer: bytes) -> bool:
         """Return True if the worker's own engine must not sample."""
@@ -166,9 +164,9 @@ class EngineHandler:
 
         engine.asleep = False
         engine.woken = True
-        engine.unproven = not self.mismatches.was_compared(peer)
+        engine.uncompared = self.mismatches.is_uncompared(peer)
 
-        if engine.unproven:  # sent again with the probe, for a comparison
+        if engine.uncompared:  # sent again with the probe, for a comparison
             engine.resend(now)
             return
 
@@ -209,10 +207,21 @@ class EngineHandler:
             self.largest_probe_gap = max(self.largest_probe_gap, message.probe_gap.largest)
             self.probe_median_gap = message.probe_gap.median
             self.probe_tokens += message.probe_gap.tokens
+
+        had_verdict = not self.mismatches.may_load(peer)
         may_sample = self.mismatches.judge_probe(peer, name, message)
-        if message.probe_gap is not None and not may_sample:
+        if not may_sample and not had_verdict and self.more_probes_follow:
             self.versions.expire_probe(message.ref.version)
         return may_sample
+
+    @property
+    def more_probes_follow(self) -> bool:
+        """True if the trainer will score another probe when an engine needs one.
+
+        False once training is over, in an evaluation, and with shifts, where the trainer has offloaded before
+        engines are compared: a second comparison with the same texts is better than none.
+        """
+        return not self.ledger.training_over and not self.config.shifts
 
     def note_samples(self, peer: bytes, message: ProbeSamples) -> None:
         """Judge the labels and the independence of the sequences that an engine has sampled for a test, and
@@ -253,7 +262,7 @@ class EngineHandler:
         for peer, engine in self.versions.engines.items():
             if not self.mismatches.may_load(peer):
                 waits.append(f"{engine.name} is to be replaced, as it differs from the trainer")
-            elif engine.unproven or not self.mismatches.may_sample(peer):
+            elif engine.uncompared or not self.mismatches.may_sample(peer):
                 waits.append(f"{engine.name} is to be compared with the trainer first")
         return waits
 
@@ -291,7 +300,7 @@ class EngineHandler:
                     for peer, engine in engines.items()
                     if engine.pushed < versions.newest
                     and now >= engine.send_at
-                    and (probe is not None or not engine.unproven)
+                    and (probe is not None or not engine.uncompared)
                     and (engine.is_up or config.shifts)
                     and (engine.quarantined or not engine.reserved_for_validation)
                     and self.mismatches.may_load(peer)

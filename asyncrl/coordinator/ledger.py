@@ -102,6 +102,11 @@ class Ledger:
         return [*self.buffer.episodes.values(), *self.held_out.episodes.values()]
 
     @property
+    def training_over(self) -> bool:
+        """True if no batch is left to train: always, if nothing is trained."""
+        return self.batches.over or self.batches.committed >= self._config.total_steps
+
+    @property
     def total_batches(self) -> int:
         """Number of batches of the run: `total_steps`, or fewer if the data runs out before."""
         max_draws = self.buffer.prompts.max_draws

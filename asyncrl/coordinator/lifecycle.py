@@ -90,11 +90,11 @@ class Lifecycle:
             ):
                 self._enter_phase(Phase.RUNNING, now)
                 self.reporter.begin_running()
-                self.validation.resume_session(now, training_over=trains and self._training_over())
+                self.validation.resume_session(now, training_over=trains and self.ledger.training_over)
                 if not trains:
                     self._enter_phase(Phase.EVALUATING, now)
 
-            case Phase.RUNNING if self._training_over():
+            case Phase.RUNNING if self.ledger.training_over:
                 account = self.ledger.buffer.account()
                 if self.batches.over and 0 < account.issued == account.failed:
                     cause = (
@@ -190,10 +190,6 @@ class Lifecycle:
     def _close_run(self, outcome: str) -> None:
         self.outcome = outcome
         self.phase = Phase.CLOSED
-
-    def _training_over(self) -> bool:
-        """Return True if no batch is left to train."""
-        return self.batches.over or self.batches.committed >= self.config.total_steps
 
     def _drained(self, now: float) -> bool:
         """Return True if the last checkpoint is written and all engines have the last version.

@@ -459,7 +459,8 @@ class Coordinator:
             if (worker := self.workers.peers.get(peer)) is not None:
                 self.workers.lose_episodes(worker, message.reason, now)
 
-        if self.observers:  # after a restart, the launcher has not said hello yet
+        # After a restart, the launcher has not said hello yet.
+        if self.observers and not self.lifecycle.ending:
             connected = self.fleet.versions.engines
             for peer, message, is_repeated in mismatches.due_replacements(now, connected):
                 self._to_observers(message)

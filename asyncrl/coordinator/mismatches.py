@@ -48,15 +48,18 @@ def mean_limit(rounding: LogprobGaps) -> float:
 
 class SampleGap(NamedTuple):
     """The differences in nats between reported log-probs and the trainer's, over an engine's samples of a
-    version, and of the versions before if they had too few tokens to be judged."""
+    version, and of the versions before if they had too few tokens to be judged.
+
+    median_sum: the median gap of each report, times its tokens, summed over the reports.
+    """
 
     version: PolicyVersion
-    total: float = 0.0
+    median_sum: float = 0.0
     tokens: int = 0
 
     @property
-    def mean(self) -> float:
-        return self.total / max(1, self.tokens)
+    def mean_of_medians(self) -> float:
+        return self.median_sum / max(1, self.tokens)
 
 
 class StoredVerdicts(msgspec.Struct, frozen=True):
@@ -68,17 +71,21 @@ class StoredVerdicts(msgspec.Struct, frozen=True):
     problems: list[tuple[str, str, str]]  # engine, comparison and text
     replaced: set[tuple[str, str]]
     passed_probes: dict[str, int]
-    compared_processes: set[str]
+    past_first_comparison: set[str]
     replacements: dict[str, Replace]
     suspect_places: set[str]
+    test_count: int
+    independence_test_count: int
 
 
 class Mismatches:
     """Judges the gaps between engines and trainer, of probes and of trained tokens, and engines' samples.
 
-    `count`: mismatches so far. `fatal`: why the run must stop; '' otherwise. A process that has failed gets
-    neither versions (`may_load`) nor work (`may_sample`), and is judged no more. The process that takes its
-    place gets no work before it has been compared with the trainer.
+    `count`: mismatches so far. `fatal`: why the run must stop; '' otherwise. `needs_storing`: the verdicts
+    may have changed since the caller has stored them and set this to False.
+
+    A process that has failed gets neither versions (`may_load`) nor work (`may_sample`), and is judged no
+    more. The process that takes its place gets no work before it has been compared with the trainer.
 
         compared ──► mismatch ──► replacement requested ──► successor says hello ──► compared ──► may sample
 
@@ -94,8 +101,8 @@ class Mismatches:
         self._passed_probes: Counter[str] = Counter()  # by name of the engine, since a mismatch
         self._problems: dict[tuple[str, str], str] = {}  # unsolved mismatches by engine and comparison
         self._rounding: LogprobGaps | None = None  # of the newest probe
-        self._compared_processes: set[bytes] = set()  # by this coordinator or an earlier one
-        self._compared_here: set[bytes] = set()  # by this coordinator
+        self._past_first_comparison: set[bytes] = set()  # their next gap is no other model's
+        self._compared_by_this_coordinator: set[bytes] = set()  # the other processes are uncompared
         # By identity of the engine's process.
         self._sample_tests: dict[bytes, SurprisalTest] = {}
         self._sample_gaps: dict[bytes, SampleGap] = {}
@@ -109,6 +116,7 @@ class Mismatches:
         self.sample_tokens = 0  # tested so far
         self.count = 0
         self.fatal = ""
+        self.needs_storing = False
 
     def may_load(self, peer: bytes) -> bool:
         """Return False for a process that is to be replaced."""
@@ -118,9 +126,9 @@ class Mismatches:
         """Return False for a process that is to be replaced, and for its successor until it is compared."""
         return self.may_load(peer) and place_of(peer) not in self._suspect_places
 
-    def was_compared(self, peer: bytes) -> bool:
-        """Return True if this coordinator has received a comparison of the process with the trainer."""
-        return peer in self._compared_here
+    def is_uncompared(self, peer: bytes) -> bool:
+        """Return True if this coordinator has received no comparison of the process with the trainer."""
+        return peer not in self._compared_by_this_coordinator
 
     @property
     def newest(self) -> str:
@@ -134,10 +142,11 @@ class Mismatches:
         if message.uncompared:
             return True
 
-        is_first = peer not in self._compared_processes
+        self.needs_storing = True
+        is_first = peer not in self._past_first_comparison
         if message.lane == "train":  # a second engine, for validation, proves nothing about the first
-            self._compared_processes.add(peer)
-            self._compared_here.add(peer)
+            self._past_first_comparison.add(peer)
+            self._compared_by_this_coordinator.add(peer)
             self._suspect_places.discard(place_of(peer))
 
         gap = message.probe_gap
@@ -166,6 +175,8 @@ class Mismatches:
         Returns as `judge_probe` does."""
         if self._rounding is None or not self.may_load(peer):
             return self.may_load(peer)
+
+        self.needs_storing = True
         largest_gap = gap_limit(self._at_temperature(self._rounding.median))
         mean_rounding = self._at_temperature(self._rounding.mean)
 
@@ -180,8 +191,9 @@ class Mismatches:
         gap = self._sample_gaps.get(peer)
         if gap is None or (gap.version != version and gap.tokens >= MIN_SAMPLED_TOKENS):
             gap = SampleGap(version)
-        gap = self._sample_gaps[peer] = SampleGap(version, gap.total + sums.gap, gap.tokens + sums.tokens)
-        has_wrong_logprobs = gap.tokens >= MIN_SAMPLED_TOKENS and gap.mean > largest_gap
+        median_sum = gap.median_sum + sums.median_gap * sums.tokens
+        gap = self._sample_gaps[peer] = SampleGap(version, median_sum, gap.tokens + sums.tokens)
+        has_wrong_logprobs = gap.tokens >= MIN_SAMPLED_TOKENS and gap.mean_of_medians > largest_gap
         if not has_wrong_logprobs and not test.has_failed(mean_rounding):
             if test.tokens >= REFUTING_TOKENS:
                 self._problems.pop((name, "samples"), None)
@@ -195,8 +207,8 @@ class Mismatches:
         if has_wrong_logprobs:
             text = (
                 f"{name} reports different log-probs from the trainer's: those of {gap.tokens:,} tokens that "
-                f"it sampled up to v{version.step} differ by {gap.mean:.3g} nats (median); rounding "
-                f"explains at most {largest_gap:.2g}"
+                f"it sampled up to v{version.step} differ by {gap.mean_of_medians:.3g} nats (mean of "
+                f"medians); rounding explains at most {largest_gap:.2g}"
             )
         return self._act_on(peer, name, "samples", text)
 
@@ -205,6 +217,8 @@ class Mismatches:
         `judge_probe` does."""
         if not self.may_load(peer):
             return False
+
+        self.needs_storing = True
         if message.wrong_label is None:
             self._problems.pop((name, "labels"), None)
             return True
@@ -221,17 +235,21 @@ class Mismatches:
         if not self.may_load(peer):
             return False
 
-        evidence, equal_count = equality_evidence(message.sequences)
+        evidence = equality_evidence(message.sequences)
+        if not evidence.compared_count:
+            return True
+
+        self.needs_storing = True
         self._independence_test_count += 1
         test_number = self._independence_test_count
         alarm_rate = ALARM_RATE / (test_number * (test_number + 1))  # sums to ALARM_RATE
-        if evidence < -math.log(alarm_rate):
+        if evidence.log_ratio < -math.log(alarm_rate):
             return True
 
         text = (
-            f"{name} does not sample independently: {equal_count} of {len(message.sequences)} sequences that "
-            f"it sampled with v{message.version.step} are equal to another one with the same prompt; it may "
-            "use one seed for all requests"
+            f"{name} does not sample independently: {evidence.equal_count} of {len(message.sequences)} "
+            f"sequences that it sampled with v{message.version.step} are equal to another one with the same "
+            "prompt; it may use one seed for all requests"
         )
         return self._act_on(peer, name, "independence", text)
 
@@ -240,6 +258,8 @@ class Mismatches:
         named, so that none is replaced."""
         if self._rounding is None or tokens < MIN_TOKENS:
             return
+
+        self.needs_storing = True
         largest_gap = gap_limit(self._at_temperature(self._rounding.mean))
         if mean_gap <= largest_gap:
             self._problems.pop(("", "tokens"), None)
@@ -260,11 +280,12 @@ class Mismatches:
 
     def forget_predecessors(self, peer: bytes) -> None:
         """Forget the earlier processes in the place of this one, which has said hello."""
-        known_peers = {*self._compared_processes, *self._sample_tests, *self._replacements}
+        known_peers = {*self._past_first_comparison, *self._sample_tests, *self._replacements}
         for known_peer in known_peers:
             if known_peer != peer and place_of(known_peer) == place_of(peer):
-                self._compared_processes.discard(known_peer)
-                self._compared_here.discard(known_peer)
+                self.needs_storing = True
+                self._past_first_comparison.discard(known_peer)
+                self._compared_by_this_coordinator.discard(known_peer)
                 self._sample_tests.pop(known_peer, None)
                 self._sample_gaps.pop(known_peer, None)
                 self._failed_versions.pop(known_peer, None)
@@ -298,9 +319,11 @@ class Mismatches:
             problems=[(name, comparison, text) for (name, comparison), text in self._problems.items()],
             replaced=self._replaced,
             passed_probes=self._passed_probes,
-            compared_processes={peer.decode() for peer in self._compared_processes},
+            past_first_comparison={peer.decode() for peer in self._past_first_comparison},
             replacements={peer.decode(): message for peer, message in self._replacements.items()},
             suspect_places=self._suspect_places,
+            test_count=self._test_count,
+            independence_test_count=self._independence_test_count,
         )
         return msgspec.json.encode(verdicts, order="sorted").decode()
 
@@ -316,10 +339,12 @@ class Mismatches:
         self._problems = {(name, comparison): text for name, comparison, text in verdicts.problems}
         self._replaced = verdicts.replaced
         self._passed_probes = Counter(verdicts.passed_probes)
-        self._compared_processes = {peer.encode() for peer in verdicts.compared_processes}
+        self._past_first_comparison = {peer.encode() for peer in verdicts.past_first_comparison}
         self._replacements = {peer.encode(): message for peer, message in verdicts.replacements.items()}
         self._next_request_at = dict.fromkeys(self._replacements, 0.0)
         self._suspect_places = verdicts.suspect_places
+        self._test_count = verdicts.test_count
+        self._independence_test_count = verdicts.independence_test_count
 
     def _at_temperature(self, rounding: float) -> float:
         """Return the rounding of a probe, in nats, at the temperature of the rollout. The probe is scored at
@@ -356,16 +381,29 @@ def place_of(peer: bytes) -> str:
     return peer.decode().rpartition("/")[0]
 
 
-def equality_evidence(sequences: Sequence[SampledSequence]) -> tuple[float, int]:
-    """Return the log of the likelihood ratio of "half of the sequences are copies" to "all sequences are
-    independent", and the number of sequences that are equal to the first one of their prompt.
+class EqualityEvidence(NamedTuple):
+    """Comparisons of sequences with the first sequence of their prompt. `log_ratio`: the log of the
+    likelihood ratio of "half of the sequences are copies" to "all sequences are independent"."""
+
+    log_ratio: float = 0.0
+    compared_count: int = 0
+    equal_count: int = 0
+
+
+def equality_evidence(sequences: Sequence[SampledSequence]) -> EqualityEvidence:
+    """Compare sequences with the first sequence of their prompt.
 
     An independent sequence equals the first one with the probability p of the first one, by its reported
     log-probs, and a copy with probability 1/2 or so. The mean of the ratio over independent sequences is 1,
     so that by Markov's inequality the ratio exceeds 1/alpha with a probability of at most alpha.
+
+    Prompts whose first sequence has p > 1/2 are left out, before their other sequences are read. Otherwise a
+    different sequence would be evidence of copies, and where p is nearly 1, as at a low temperature, the
+    rounding of p alone would decide how much.
     """
     first_sequences: dict[tuple[int, ...], SampledSequence] = {}
-    evidence = 0.0
+    log_ratio = 0.0
+    compared_count = 0
     equal_count = 0
     for sequence in sequences:
         prompt = sequence.ids[: -len(sequence.logprobs)]
@@ -373,21 +411,24 @@ def equality_evidence(sequences: Sequence[SampledSequence]) -> tuple[float, int]
         if first_sequence is sequence:
             continue
 
-        logprob = min(sum(first_sequence.logprobs), -1e-6)  # rounding may make a sum 0, or greater
-        if not math.isfinite(logprob):  # another test finds that
+        logprob = sum(first_sequence.logprobs)
+        if not -math.inf < logprob <= math.log(0.5):  # another test finds what is not finite
             continue
+
+        compared_count += 1
         if sequence.ids == first_sequence.ids:
             equal_count += 1
-            evidence += math.log(0.5) - logprob
+            log_ratio += math.log(0.5) - logprob
         else:
-            evidence += math.log(0.5) - math.log(-math.expm1(logprob))
+            log_ratio += math.log(0.5) - math.log(-math.expm1(logprob))
 
-    return evidence, equal_count
+    return EqualityEvidence(log_ratio, compared_count, equal_count)
 
 
 ADVICE = (
-    "check that the engines serve the model of model.path in model.dtype; to train on their samples all the "
-    "same, for example if the engines are quantized on purpose, set weights.on_mismatch=warn"
+    "check that the engines serve the model of model.path in model.dtype, with a KV cache of that dtype, and "
+    "in float32 without TF32 (docs/guides/gpus.md); to train on their samples all the same, for example if "
+    "the engines are quantized on purpose, set weights.on_mismatch=warn"
 )
 
 
@@ -410,6 +451,6 @@ def describe_gap(name: str, step: int, gap: ProbeGap) -> str:
     return (
         f"{name} computes a different model from the trainer: its log-probs of v{step} differ by "
         f"{gap.median:.3g} nats in the median (mean {gap.mean:.3g}, largest {gap.largest:.3g}) over "
-        f"{gap.tokens} tokens of the probe; rounding explains at most {gap_limit(gap.rounding.median):.2g} "
-        f"(mean {mean_limit(gap.rounding):.2g}); it may hold other weights, or compute in another dtype"
+        f"{gap.tokens} tokens of the probe; the limits are {gap_limit(gap.rounding.median):.2g} (median) and "
+        f"{mean_limit(gap.rounding):.2g} (mean); it may hold other weights, or compute in another dtype"
     )

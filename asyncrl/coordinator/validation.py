@@ -286,6 +286,8 @@ class Validation:
             worker.eval_requested_at = now + LOAD_RETRY - self.config.weights.deadline
         elif self.engines.compare_probe(peer, f"{worker.name} (validation)", message):
             worker.eval_version = message.ref.version
+        else:
+            self._probe = None  # no successor is judged by the same texts, once the probe has expired
 
     def _end_session(self, session: SessionStart) -> None:
         self.session = None

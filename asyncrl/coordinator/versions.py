@@ -20,7 +20,7 @@ class EngineRecord(msgspec.Struct):
     quarantined: the weights are wrong; the engine gets no work before it has loaded them anew.
     reserved_for_validation: the engine samples a validation only, and keeps its version.
     pushed, acked: versions that were sent and confirmed; NO_VERSION: none.
-    unproven: a version is loaded, but this coordinator knows of no comparison of the process with the
+    uncompared: a version is loaded, but this coordinator knows of no comparison of the process with the
         trainer: the version must be sent again with the probe, and compared, before sampling.
     asleep: the engine has confirmed that it holds neither KV cache nor weights, and was sent no version
         since.
@@ -36,7 +36,7 @@ class EngineRecord(msgspec.Struct):
     acked: PolicyVersion = NO_VERSION
     pushed_at: float = 0.0
     send_at: float = 0.0
-    unproven: bool = False
+    uncompared: bool = False
     asleep: bool = False
     woken: bool = False
     kv_use: float | None = None  # newest known share of a server's KV memory in use
@@ -106,7 +106,7 @@ class VersionLedger:
         if self.recent_probes:
             last_step = self.recent_probes[-1].version.step
             probe_due = version.step >= last_step + min(max(last_step, 1), PROBE_INTERVAL)
-        return probe_due or any(engine.unproven for engine in self.engines.values())
+        return probe_due or any(engine.uncompared for engine in self.engines.values())
 
     def add_probe(self, probed: Probed, now: float) -> None:
         """Store the probe with the trainer's log-probs of a version.

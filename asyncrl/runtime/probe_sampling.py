@@ -30,7 +30,8 @@ PROMPT_TOKENS = 40
 # Sequences in a batch, at most. In an embedded engine each sequence takes a slot. Without a free slot, an
 # episode that waits between two turns loses its slot, and its prefix is computed again.
 REQUESTS_AT_ONCE = 16
-SLOTS_PER_SEQUENCE = 4  # a batch takes at most a quarter of `rollout.slots`
+SLOTS_PER_SEQUENCE = 4  # a batch takes at most a quarter of `rollout.slots`, or MIN_REQUESTS_AT_ONCE
+MIN_REQUESTS_AT_ONCE = 2  # of the same prompt: equal sequences of a batch show an engine with one seed
 SAMPLE_SECONDS = 60.0  # seconds for all sequences of a version
 
 
@@ -57,7 +58,8 @@ class ProbeSampling:
         self._engine = engine
         self._generate = generate
         self._release = release
-        self._batch_size = min(REQUESTS_AT_ONCE, max(1, config.rollout.slots // SLOTS_PER_SEQUENCE))
+        quarter_of_slots = config.rollout.slots // SLOTS_PER_SEQUENCE
+        self._batch_size = min(REQUESTS_AT_ONCE, max(MIN_REQUESTS_AT_ONCE, quarter_of_slots))
         self._prompts: tuple[tuple[int, ...], ...] = ()  # drawn with the first probe
         self._version = NO_VERSION  # sampled last
         self._task: asyncio.Task[None] | None = None

@@ -77,7 +77,7 @@ def sum_surprisals(
         sum_by_engine(deviations),
         sum_by_engine(deviations.square()),
         sum_by_engine(variance),
-        without_nan(median_gaps * torch.tensor(token_counts)),
+        without_nan(median_gaps),
         strict=True,
     )
     return tuple(
@@ -87,9 +87,9 @@ def sum_surprisals(
             deviation=deviation,
             squares=squares,
             variance=variance_sum,
-            gap=gap,
+            median_gap=median_gap,
         )
-        for engine_samples, tokens, deviation, squares, variance_sum, gap in columns
+        for engine_samples, tokens, deviation, squares, variance_sum, median_gap in columns
     )
 
 

@@ -95,16 +95,15 @@ class Probed(WireMessage, frozen=True):
 class SurprisalSums(msgspec.Struct, frozen=True):
     """Sums over tokens that an engine has sampled, scored by the trainer at the temperature of the run. With
     ξ = -log p - H of a token, H the entropy: `deviation` Σ ξ, `squares` Σ ξ², `variance` the sum of the
-    expectations of ξ². `gap`: the median difference to the reported log-probs, times `tokens`: a mixture of
-    experts has a few large differences by rounding alone. A sum is infinite if one of its terms is no
-    number."""
+    expectations of ξ². `median_gap`: the median difference to the reported log-probs: a mixture of experts
+    has a few large differences by rounding alone. A value is infinite if one of its terms is no number."""
 
     engine: str  # identity of the peer
     tokens: Count
     deviation: float
     squares: Gap
     variance: Gap
-    gap: Gap
+    median_gap: Gap
 
 
 class ScoredSamples(WireMessage, frozen=True):

@@ -277,7 +277,7 @@ def test_samples_of_engines_are_held_and_judged_unless_the_engine_is_gone_or_to_
     assert [engine.engine for engine in setup.state.fleet.samples.take(ref.version)] == [A.decode()]
 
     def scored(peer: bytes, deviation: float) -> ScoredSamples:
-        sums = SurprisalSums(peer.decode(), 1024, deviation, squares=1024.0, variance=1024.0, gap=0.0)
+        sums = SurprisalSums(peer.decode(), 1024, deviation, squares=1024.0, variance=1024.0, median_gap=0.0)
         return ScoredSamples(ref.version, (sums,))
 
     mismatches = setup.handler.mismatches
@@ -358,7 +358,7 @@ def test_a_replaced_engine_is_compared_by_another_probe(tmp_path: Path) -> None:
     versions.add_probe(failed, 2.0)  # the trainer repeats its newest probe
     assert versions.find_probe(ref.version) is None
 
-    versions.engines[A].unproven = True
+    versions.engines[A].uncompared = True
     assert versions.lacks_probe(ref.version)
     other = Probed(ref.version, Probe(((3, 4),), ((-1.0,),)))
     versions.add_probe(other, 3.0)

@@ -6,6 +6,7 @@ import math
 from itertools import product
 
 import msgspec
+import numpy as np
 import pytest
 
 from asyncrl.config import parse
@@ -89,7 +90,7 @@ def test_few_tokens_are_judged_by_a_wider_limit(rounding: float) -> None:
     limit = max(MIN_MEAN_LIMIT, MEAN_MULTIPLE * rounding)
     assert judge.judge_probe(ENGINE, "engine 1", loaded(rounding, rounding, mean_gap=0.9 * limit))
     assert not judge.judge_probe(ENGINE, "engine 1", loaded(rounding, rounding, mean_gap=1.1 * limit))
-    assert f"mean {1.1 * limit:.3g}" in judge.fatal and f"(mean {limit:.2g})" in judge.fatal
+    assert f"mean {1.1 * limit:.3g}" in judge.fatal and f"and {limit:.2g} (mean)" in judge.fatal
 
 
 def test_an_engine_without_a_comparison_is_not_judged() -> None:
@@ -166,7 +167,7 @@ def test_verdicts_survive_the_coordinator_and_not_the_launch(launch: str) -> Non
         return
 
     assert (after.count, after.newest) == (1, before.newest) and not after.may_load(ENGINE)
-    assert after.may_sample(WORKER) and not after.was_compared(WORKER), "not by this coordinator"
+    assert after.may_sample(WORKER) and after.is_uncompared(WORKER), "not by this coordinator"
     assert after.due_replacements(9.0, [ENGINE]) == [(ENGINE, before.replacements[ENGINE], True)]
     after.forget_predecessors(SUCCESSOR)
     assert not after.may_sample(SUCCESSOR)
@@ -176,6 +177,28 @@ def test_verdicts_survive_the_coordinator_and_not_the_launch(launch: str) -> Non
     last = mismatches("replace")
     last.restore_verdicts(after.encode_verdicts("launch"), "launch")
     assert last.fatal == after.fatal
+
+
+def test_a_restarted_coordinator_continues_the_count_of_tests() -> None:
+    """All tests of a run share one rate of false alarms."""
+    before = mismatches("warn")
+    before.judge_probe(WORKER, "worker 0", loaded(0.0))
+    copies = ProbeSamples(PolicyVersion(1, 0), (sampled(1, (5,) * 11), sampled(1, (5,) * 11)))
+    different = ProbeSamples(PolicyVersion(1, 0), (sampled(1, (5,) * 11), sampled(1, (6,) * 11)))
+    for index in range(1000):
+        before.judge_samples(b"rollout/%d/a" % index, f"worker {index}", PolicyVersion(1, 0), sums(0.0))
+        before.judge_independence(WORKER, "worker 0", different)
+    assert before.count == 0
+
+    after = mismatches("stop")
+    after.restore_verdicts(before.encode_verdicts("launch"), "launch")
+    after.judge_probe(WORKER, "worker 0", loaded(0.0))
+    assert after.judge_samples(WORKER, "worker 0", PolicyVersion(1, 0), sums(-6.0))
+    assert after.judge_independence(WORKER, "worker 0", copies)
+    first = mismatches("stop")
+    first.judge_probe(WORKER, "worker 0", loaded(0.0))
+    assert not first.judge_samples(WORKER, "worker 0", PolicyVersion(1, 0), sums(-6.0))
+    assert not mismatches("stop").judge_independence(WORKER, "worker 0", copies)
 
 
 def test_an_engine_that_drifts_does_not_stop_a_run_with_alerts_when_the_coordinator_is_restarted() -> None:
@@ -259,7 +282,7 @@ def sums(z: float, gap: float = 0.0, tokens: int = 1024) -> SurprisalSums:
         deviation=z * math.sqrt(tokens),
         squares=float(tokens),
         variance=float(tokens),
-        gap=gap * tokens,
+        median_gap=gap,
     )
 
 
@@ -387,7 +410,7 @@ def test_equal_samples_of_one_prompt_are_a_mismatch() -> None:
 
 def test_the_evidence_of_independent_sequences_has_the_mean_one() -> None:
     """Exactly, over all pairs of sequences of two tokens; what a sequence is likely to be does not matter."""
-    probabilities = {0: 0.7, 1: 0.2, 2: 0.1}
+    probabilities = {0: 0.8, 1: 0.15, 2: 0.05}  # the likeliest sequence has more than 1/2
     pairs = [(first, second) for first in probabilities for second in probabilities]
     mean = 0.0
     for pair in product(pairs, repeat=2):
@@ -395,6 +418,47 @@ def test_the_evidence_of_independent_sequences_has_the_mean_one() -> None:
             SampledSequence((9, *tokens), tuple(math.log(probabilities[token]) for token in tokens))
             for tokens in pair
         ]
-        evidence, _ = equality_evidence(sequences)
-        mean += math.prod(probabilities[token] for tokens in pair for token in tokens) * math.exp(evidence)
+        log_ratio = equality_evidence(sequences).log_ratio
+        mean += math.prod(probabilities[token] for tokens in pair for token in tokens) * math.exp(log_ratio)
     assert mean == pytest.approx(1.0)
+
+
+def sample_greedily(generator: np.random.Generator, step: int) -> tuple[SampledSequence, ...]:
+    """Sample as an honest engine at temperature 0.01, of which each request rounds its logits in its own way:
+    at a near tie, it gives the token that it has chosen nearly all probability."""
+    sequences: list[SampledSequence] = []
+    for prompt in range(4):
+        logits_by_prefix: dict[tuple[int, ...], np.ndarray] = {}
+        for _ in range(4):
+            tokens: tuple[int, ...] = ()
+            logprobs: tuple[float, ...] = ()
+            for _ in range(16):
+                if tokens not in logits_by_prefix:
+                    logits_by_prefix[tokens] = generator.normal(0, 2, 200)
+                logits = (logits_by_prefix[tokens] + generator.normal(0, 0.05, 200)) / 0.01
+                probabilities = np.exp(logits - np.logaddexp.reduce(logits))
+                token = int(generator.choice(len(logits), p=probabilities / probabilities.sum()))
+                tokens += (token,)
+                logprobs += (float(np.log(probabilities[token])),)
+            sequences.append(SampledSequence((step, prompt, *tokens), logprobs))
+    return tuple(sequences)
+
+
+def test_rounding_at_a_low_temperature_is_no_evidence_of_copies() -> None:
+    generator = np.random.default_rng(0)
+    judge = mismatches("warn", temperature=0.01)
+    for step in range(8):
+        message = ProbeSamples(PolicyVersion(1, step), sample_greedily(generator, step))
+        judge.judge_independence(ENGINE, "engine 1", message)
+    assert judge.count == 0
+
+
+def test_reports_without_a_pair_are_no_tests_of_independence() -> None:
+    """Otherwise each of them lowers the alarm rate of the reports with a pair."""
+    version = PolicyVersion(1, 8)
+    judge = mismatches("stop")
+    for prompt in range(1000):
+        single = ProbeSamples(version, (sampled(prompt, (5,) * 16),))
+        assert judge.judge_independence(ENGINE, "engine 1", single)
+    copies = (sampled(1, (5,) * 11), sampled(1, (5,) * 11))
+    assert not judge.judge_independence(ENGINE, "engine 1", ProbeSamples(version, copies))

@@ -137,7 +137,7 @@ def test_the_probe_is_asked_for_until_it_is_scored_and_is_no_part_of_the_plan(se
 
     assert asked(0) == "work"
     versions.engines[b"engine"] = EngineRecord("engine")
-    versions.engines[b"engine"].unproven = True
+    versions.engines[b"engine"].uncompared = True
     kinds = [asked(1), asked(1)]
     for epoch in (0, setup.state.fleet.trainer_epoch):  # one of a trainer that was replaced does not count
         assert versions.lacks_probe(PolicyVersion(setup.state.fleet.trainer_epoch, 0))
@@ -174,10 +174,10 @@ def test_a_trainer_that_waits_for_data_is_given_the_probe_and_no_batch(tmp_path:
     versions = setup.state.fleet.versions
     versions.engines[b"engine"] = EngineRecord("engine")
     assert setup.take(1, 0) is None
-    versions.engines[b"engine"].unproven = True
+    versions.engines[b"engine"].uncompared = True
     setup.handler.serve_request()  # the request still waits
     assert [plan.kind for _, plan in setup.sent.take(WorkPlan)] == ["probe"]
-    versions.engines[b"engine"].unproven = False
+    versions.engines[b"engine"].uncompared = False
     assert setup.take(1, 0) is None  # a batch without trajectories is no step
     setup.state.ledger.buffer.prompts.retired_samples.update(range(100))  # the data is over
     end_plan = setup.take(1, 0)

@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 from asyncrl.buffer.records import State
 from asyncrl.config import parse
 from asyncrl.coordinator import loop, state
+from asyncrl.coordinator.engines import VERDICTS_KEY
 from asyncrl.coordinator.loop import Coordinator
+from asyncrl.coordinator.mismatches import Mismatches
 from asyncrl.data import Samples
 from asyncrl.types import EpisodeResult, EpisodeStats, PolicyVersion
 from asyncrl.weights.manifest import LogprobGaps, Probe, WeightsRef
@@ -231,7 +233,9 @@ class Play:
     def score_samples(self, process: Process) -> None:
         """The trainer has scored samples of the process."""
         deviation = -500.0 if process.nature == WRONG_SAMPLING else 0.0
-        sums = SurprisalSums(process.peer.decode(), 1024, deviation, squares=1024.0, variance=1024.0, gap=0.0)
+        sums = SurprisalSums(
+            process.peer.decode(), 1024, deviation, squares=1024.0, variance=1024.0, median_gap=0.0
+        )
         is_judged = process.is_connected and self.rounding_is_known and not process.is_proven
         if is_judged and process.nature == WRONG_SAMPLING:
             self.note_verdict(process)
@@ -279,6 +283,9 @@ class Play:
 
     def check(self) -> None:
         mismatches = self.coordinator.engines.mismatches
+        unchanged = Mismatches(self.config).encode_verdicts("launch")
+        stored = self.coordinator.journal.store.reader.meta(VERDICTS_KEY) or unchanged
+        assert stored == mismatches.encode_verdicts("launch"), "a change was not stored"
         for process in self.processes:
             assert mismatches.may_load(process.peer) is not process.is_proven, (
                 "a verdict was lost, or is wrong"

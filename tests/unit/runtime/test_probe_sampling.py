@@ -140,7 +140,7 @@ async def test_failed_requests_cost_only_their_sequences(
     assert sorted(fixture.engine.released) == sorted(fixture.sessions)
 
 
-@pytest.mark.parametrize(("slots", "batch_size"), [(1, 1), (8, 2), (256, REQUESTS_AT_ONCE)])
+@pytest.mark.parametrize(("slots", "batch_size"), [(1, 2), (8, 2), (256, REQUESTS_AT_ONCE)])
 async def test_a_batch_leaves_most_slots_to_episodes(slots: int, batch_size: int) -> None:
     fixture = Fixture(rollout={"slots": slots})
     fixture.engine.gate.clear()
@@ -151,6 +151,7 @@ async def test_a_batch_leaves_most_slots_to_episodes(slots: int, batch_size: int
     fixture.engine.gate.set()
     reports = await fixture.sample()
     assert {len(report.sequences) for report in reports} == {batch_size}
+    assert all(report.sequences[0].ids[:-1] == report.sequences[1].ids[:-1] for report in reports)
     assert len(reports) * batch_size == SAMPLE_COUNT
 
 

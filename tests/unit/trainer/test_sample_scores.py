@@ -27,7 +27,7 @@ from tests.fakes.models import VOCABULARY, save_small
 from tests.fakes.ranks import run_ranks
 
 TEMPERATURE = 0.7
-SUM_NAMES = ("tokens", "deviation", "squares", "variance", "gap")
+SUM_NAMES = ("tokens", "deviation", "squares", "variance", "median_gap")
 SEQUENCES = tuple(
     SampledSequence(
         tuple((7 * index + 3 * position) % VOCABULARY for position in range(5 + length)), (-0.5,) * length
@@ -82,7 +82,7 @@ def plain_sums(path: Path, sequences: Sequence[SampledSequence]) -> dict[str, fl
             sums["squares"] += (-logprob - entropy) ** 2
             sums["variance"] += sum(p * math.log(p) ** 2 for p in probabilities) - entropy**2
             gaps.append(abs(logprob + 0.5))
-    sums["gap"] = len(gaps) * median(gaps)
+    sums["median_gap"] = median(gaps)
     return sums
 
 
