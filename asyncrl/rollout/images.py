@@ -5,7 +5,7 @@ waits for: files from the coordinator, by name
 unblocks: engines, which read the images of a prompt
 
     EpisodeImages ──files_of(ids)──► WorkerImages ──ImageRequest──► coordinator
-        ▲  └──take_unposted(…)──► records of turns and replies
+        ▲  └──unposted_files(…)──► records of turns and replies
         └── add(image): tools, environment, agent
 """
 
@@ -119,15 +119,18 @@ class EpisodeImages:
         files = await self._worker_images.files_of(elsewhere) if elsewhere else {}
         return files | {digest: self._own_files[digest] for digest in digests if digest in self._own_files}
 
-    def take_unposted(self, digests: Iterable[str]) -> tuple[bytes, ...]:
+    def unposted_files(self, digests: Iterable[str]) -> tuple[bytes, ...]:
         """Return the files among these images that no record has posted, for the next record."""
-        files = tuple(
+        return tuple(
             self._own_files[digest]
             for digest in dict.fromkeys(digests)
             if digest not in self._stored and digest in self._own_files
         )
+
+    def mark_posted(self, digests: Iterable[str]) -> None:
+        """Note that a record in the outbox brings these images. Call this after the post: a post that is
+        cancelled while it waits for room brings nothing."""
         self._stored.update(digests)
-        return files
 
     def recall_turns(self, turns: Sequence[Turn]) -> None:
         """Note that the images of recorded turns and replies are stored."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
 from asyncrl.errors import EngineError
 from asyncrl.rollout import images
+from asyncrl.rollout.episode_records import EpisodeRecords
 from asyncrl.rollout.images import EpisodeImages, WorkerImages, images_of_replies
 from asyncrl.runtime.activity import Waits
 from asyncrl.types import (
@@ -23,7 +25,9 @@ from asyncrl.types import (
 )
 from asyncrl.vision.files import StoredImage, image_digest
 from asyncrl.vision.image_ids import image_ids
-from asyncrl.wire.messages.shared import ImageFiles, ImageRequest
+from asyncrl.wire.messages.shared import Attempt, ImageFiles, ImageRequest
+from asyncrl.wire.messages.worker import Records, Sampled
+from asyncrl.wire.outbox import Outbox
 
 FILES = {image_digest(file): file for file in (b"first image", b"second image", b"third image")}
 FIRST, SECOND, THIRD = FILES
@@ -98,8 +102,9 @@ async def test_records_carry_new_images_once() -> None:
     for digest in (FIRST, SECOND):
         episode.add(stored(digest))
 
-    assert episode.take_unposted([FIRST, SECOND, SECOND]) == (FILES[SECOND],), "the data has the first image"
-    assert episode.take_unposted([SECOND]) == ()
+    assert episode.unposted_files([FIRST, SECOND, SECOND]) == (FILES[SECOND],), "the data has the first image"
+    episode.mark_posted([FIRST, SECOND])
+    assert episode.unposted_files([SECOND]) == ()
     assert await episode.files_of(image_ids(SECOND, 4)) == {SECOND: FILES[SECOND]}
 
 
@@ -113,4 +118,28 @@ async def test_images_of_recorded_turns_are_stored() -> None:
     episode.recall_turns([recorded])
     for digest in FILES:
         episode.add(stored(digest))
-    assert episode.take_unposted(FILES) == ()
+    assert episode.unposted_files(FILES) == ()
+
+
+async def send_nothing(records: Records, frames: Sequence[bytes]) -> None:
+    """Stand in for a coordinator that never answers."""
+
+
+async def test_a_cancelled_post_brings_no_image() -> None:
+    outbox = Outbox(send_nothing, window=1)
+    episode = EpisodeImages(Coordinator().worker, ())
+    episode.add(stored(FIRST))
+    attempt = Attempt("episode", 0)
+    records = EpisodeRecords(attempt, outbox, Waits(), episode)
+    await records.post_record(Sampled(0, attempt, 0.0), b"fills the window")
+
+    with_image = turn(image_ids(FIRST, 4))
+    cancelled_post = asyncio.ensure_future(records.post_turn(with_image, session=0, seconds=1.0))
+    await asyncio.sleep(0)
+    cancelled_post.cancel()
+    await asyncio.wait([cancelled_post])
+
+    assert episode.unposted_files([FIRST]) == (FILES[FIRST],), "the next record brings the file"
+    outbox.acknowledge(1)
+    await records.post_turn(with_image, session=0, seconds=2.0)
+    assert episode.unposted_files([FIRST]) == ()
