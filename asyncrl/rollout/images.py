@@ -23,12 +23,29 @@ from asyncrl.vision.image_ids import find_runs
 from asyncrl.wire.messages.shared import MAX_REQUESTED_IMAGES, ImageFiles, ImageRequest
 
 CACHE_BYTES = 256 << 20  # files that a worker keeps
-RESEND_SECONDS = 2.0  # seconds after which a request is sent again
+RESEND_SECONDS = 2.0  # wait for an answer before sending again; doubled up to MAX_RESEND_SECONDS
+MAX_RESEND_SECONDS = 30.0
 
 
 async def refuse_request(request: ImageRequest) -> None:
     """Stand in for the coordinator where there is none. EngineError."""
     raise EngineError(f"image {request.digests[0]} is not here, and no coordinator can be asked")
+
+
+class _FileRequest:
+    """A file that was requested from the coordinator. `send_at`: time of the event loop at which the request
+    is due, for the first time or again."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.file: asyncio.Future[bytes] = loop.create_future()
+        self.send_at = loop.time()
+        self._resend_after = RESEND_SECONDS
+
+    def postpone(self, now: float) -> None:
+        """Note that the request is sent now."""
+        self.send_at = now + self._resend_after
+        self._resend_after = min(2 * self._resend_after, MAX_RESEND_SECONDS)
 
 
 class WorkerImages:
@@ -40,7 +57,7 @@ class WorkerImages:
         self._waits = waits
         self._files: OrderedDict[str, bytes] = OrderedDict()  # the least recently used first
         self._file_bytes = 0
-        self._requested: dict[str, asyncio.Future[bytes]] = {}
+        self._requested: dict[str, _FileRequest] = {}
 
     def keep_file(self, digest: str, file: bytes) -> None:
         """Keep a file; the least recently used files go."""
@@ -71,31 +88,41 @@ class WorkerImages:
         """Give the files of an answer to the episodes that wait for them."""
         for digest, file in message.files(frames).items():
             self.keep_file(digest, file)
-            if (future := self._requested.pop(digest, None)) is not None and not future.done():
-                future.set_result(file)
+            if (request := self._requested.pop(digest, None)) is not None:
+                request.file.set_result(file)
 
         for digest in message.lost:
-            if (future := self._requested.pop(digest, None)) is not None and not future.done():
-                future.set_exception(EngineError(f"image {digest} is no longer stored"))
+            if (request := self._requested.pop(digest, None)) is not None:
+                request.file.set_exception(EngineError(f"image {digest} is no longer stored"))
 
     async def _request_files(self, digests: Sequence[str]) -> dict[str, bytes]:
-        """Request files, again every RESEND_SECONDS: a restarted coordinator knows of no earlier request. The
-        episode's deadline ends the wait."""
-        futures: dict[str, asyncio.Future[bytes]] = {}
-        new_digests: list[str] = []
+        """Request files, once for all waiting episodes, and again if no answer comes: a restarted coordinator
+        knows of no earlier request. Any of the waiting episodes sends what is due, because an episode may end
+        while it waits. The episode's deadline ends the wait."""
+        requests: dict[str, _FileRequest] = {}
         for digest in digests:
             if digest not in self._requested:
-                self._requested[digest] = asyncio.get_running_loop().create_future()
-                new_digests.append(digest)
-            futures[digest] = self._requested[digest]
+                self._requested[digest] = _FileRequest()
+            requests[digest] = self._requested[digest]
 
-        waiting = set(futures.values())
-        while waiting:
-            unanswered = tuple(digest for digest in digests if not futures[digest].done())
-            await self._send(ImageRequest(unanswered))
-            _, waiting = await asyncio.wait(waiting, timeout=RESEND_SECONDS)
+        loop = asyncio.get_running_loop()
+        while unanswered := {
+            digest: request for digest, request in requests.items() if not request.file.done()
+        }:
+            now = loop.time()
+            due = {digest: request for digest, request in unanswered.items() if request.send_at <= now}
+            for request in due.values():
+                request.postpone(now)  # before the await, so that no other episode sends it, too
+            if due:
+                await self._send(ImageRequest(tuple(due)))
 
-        return {digest: future.result() for digest, future in futures.items()}
+            next_send_at = min(request.send_at for request in unanswered.values())
+            await asyncio.wait(
+                [request.file for request in unanswered.values()],
+                timeout=max(0.0, next_send_at - loop.time()),
+            )
+
+        return {digest: request.file.result() for digest, request in requests.items()}
 
 
 class EpisodeImages:

@@ -68,18 +68,45 @@ async def test_a_file_is_requested_once() -> None:
     at_once = await asyncio.gather(*(episode.files_of(ids) for episode in episodes))
     assert at_once == [{FIRST: FILES[FIRST], SECOND: FILES[SECOND]}] * 3
     assert await episodes[0].files_of(ids) == at_once[0]
-    assert sum(map(len, coordinator.requests)) <= 2 * len(episodes)
-    requests_so_far = len(coordinator.requests)
     await EpisodeImages(coordinator.worker, ()).files_of(ids)
-    assert len(coordinator.requests) == requests_so_far
+    assert coordinator.requests == [(FIRST, SECOND)]
 
 
-async def test_a_lost_request_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_new_files_are_requested() -> None:
+    coordinator = Coordinator()
+    digest_lists = ([FIRST], [FIRST, SECOND], [SECOND, THIRD])
+    await asyncio.gather(*map(coordinator.worker.files_of, digest_lists))
+    assert coordinator.requests == [(FIRST,), (SECOND,), (THIRD,)]
+
+
+async def test_a_lost_request_is_sent_again_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "RESEND_SECONDS", 0.01)
     coordinator = Coordinator(lose=2)
-    files = await coordinator.worker.files_of([FIRST])
-    assert files == {FIRST: FILES[FIRST]}
+    for files in await asyncio.gather(*(coordinator.worker.files_of([FIRST]) for _ in range(3))):
+        assert files == {FIRST: FILES[FIRST]}
     assert coordinator.requests == [(FIRST,)] * 3
+
+
+async def test_another_episode_repeats_the_request_of_an_episode_that_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(images, "RESEND_SECONDS", 0.01)
+    coordinator = Coordinator(lose=1)
+    ended = asyncio.ensure_future(coordinator.worker.files_of([FIRST]))
+    waiting = asyncio.ensure_future(coordinator.worker.files_of([FIRST]))
+    await asyncio.sleep(0)
+    ended.cancel()
+    assert await waiting == {FIRST: FILES[FIRST]}
+
+
+async def test_pauses_between_requests_double() -> None:
+    request = images._FileRequest()
+    pauses: list[float] = []
+    for _ in range(6):
+        now = request.send_at
+        request.postpone(now)
+        pauses.append(request.send_at - now)
+    assert pauses == pytest.approx([2.0, 4.0, 8.0, 16.0, 30.0, 30.0])
 
 
 async def test_an_image_that_is_not_stored_fails_the_episode() -> None:
