@@ -63,7 +63,7 @@ class EpisodeRecords:
     ) -> asyncio.Future[None]:
         """Post a record with the files of those images that no record has brought yet."""
         durable = await self.post_record(record, frame, *self.images.unposted_files(digests))
-        self.images.mark_posted(digests)
+        self.images.mark_posted(digests, durable)
         return durable
 
     async def until_durable(self) -> None:

@@ -12,8 +12,10 @@ unblocks: engines, which read the images of a prompt
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from asyncrl.errors import EngineError
 from asyncrl.runtime.activity import Waits
@@ -57,25 +59,28 @@ class WorkerImages:
         self._waits = waits
         self._files: OrderedDict[str, bytes] = OrderedDict()  # the least recently used first
         self._file_bytes = 0
+        self._files_lock = threading.Lock()  # threads that read requests of agents keep files, too
         self._requested: dict[str, _FileRequest] = {}
 
     def keep_file(self, digest: str, file: bytes) -> None:
-        """Keep a file; the least recently used files go."""
-        if digest in self._files:
-            self._files.move_to_end(digest)
-            return
+        """Keep a file that the coordinator has, too; the least recently used files go."""
+        with self._files_lock:
+            if digest in self._files:
+                self._files.move_to_end(digest)
+                return
 
-        self._files[digest] = file
-        self._file_bytes += len(file)
-        while self._file_bytes > CACHE_BYTES and len(self._files) > 1:
-            _, oldest_file = self._files.popitem(last=False)
-            self._file_bytes -= len(oldest_file)
+            self._files[digest] = file
+            self._file_bytes += len(file)
+            while self._file_bytes > CACHE_BYTES and len(self._files) > 1:
+                _, oldest_file = self._files.popitem(last=False)
+                self._file_bytes -= len(oldest_file)
 
     async def files_of(self, digests: Sequence[str]) -> dict[str, bytes]:
         """Return the files of these images. EngineError if the coordinator does not have a file any more."""
-        files = {digest: self._files[digest] for digest in digests if digest in self._files}
-        for digest in files:
-            self._files.move_to_end(digest)
+        with self._files_lock:
+            files = {digest: self._files[digest] for digest in digests if digest in self._files}
+            for digest in files:
+                self._files.move_to_end(digest)
 
         missing = [digest for digest in dict.fromkeys(digests) if digest not in files]
         if missing:
@@ -126,25 +131,30 @@ class WorkerImages:
 
 
 class EpisodeImages:
-    """The images of one attempt at an episode. Files that the attempt makes stay here until they are
-    posted, and for the next turns. `known_images`: those of the sample, which the coordinator has."""
+    """The images of one attempt at an episode. Files that the attempt makes stay here until they are durable,
+    then among the files of the worker. `known_images`: those of the sample, which the coordinator has."""
 
     def __init__(self, worker_images: WorkerImages, known_images: Iterable[ImageRef]) -> None:
         self._worker_images = worker_images
-        self._own_files: dict[str, bytes] = {}  # made by this attempt
+        self._own_files: dict[str, bytes] = {}  # made by this attempt, and not durable
         self._stored = {image.digest for image in known_images}  # stored, or in a posted record
 
     def add(self, image: StoredImage) -> ImageRef:
         """Take an image into the episode; return the reference for a reply or a message."""
-        self._own_files[image.ref.digest] = image.file
+        digest = image.ref.digest
+        if digest in self._stored and digest not in self._own_files:
+            self._worker_images.keep_file(digest, image.file)
+        else:
+            self._own_files[digest] = image.file
         return image.ref
 
     async def files_of(self, ids: Sequence[int]) -> Mapping[str, bytes]:
         """Return the files of all images in a row of ids."""
         digests = [run.digest for run in find_runs(ids)]
-        elsewhere = [digest for digest in digests if digest not in self._own_files]
-        files = await self._worker_images.files_of(elsewhere) if elsewhere else {}
-        return files | {digest: self._own_files[digest] for digest in digests if digest in self._own_files}
+        # Before the await, because a file leaves when it becomes durable.
+        own_files = {digest: self._own_files[digest] for digest in digests if digest in self._own_files}
+        elsewhere = [digest for digest in digests if digest not in own_files]
+        return own_files | (await self._worker_images.files_of(elsewhere) if elsewhere else {})
 
     def unposted_files(self, digests: Iterable[str]) -> tuple[bytes, ...]:
         """Return the files among these images that no record has posted, for the next record."""
@@ -154,10 +164,19 @@ class EpisodeImages:
             if digest not in self._stored and digest in self._own_files
         )
 
-    def mark_posted(self, digests: Iterable[str]) -> None:
-        """Note that a record in the outbox brings these images. Call this after the post: a post that is
-        cancelled while it waits for room brings nothing."""
+    def mark_posted(self, digests: Sequence[str], durable: asyncio.Future[None]) -> None:
+        """Note that a record in the outbox brings these images; `durable` is done when it is durable. Call
+        this after the post: a post that is cancelled while it waits for room brings nothing."""
         self._stored.update(digests)
+        durable.add_done_callback(partial(self._release_files, tuple(digests)))
+
+    def _release_files(self, digests: Sequence[str], durable: asyncio.Future[None]) -> None:
+        """Hand files that are durable to the worker: the coordinator sends them again if necessary."""
+        if durable.cancelled():
+            return
+        for digest in digests:
+            if (file := self._own_files.pop(digest, None)) is not None:
+                self._worker_images.keep_file(digest, file)
 
     def recall_turns(self, turns: Sequence[Turn]) -> None:
         """Note that the images of recorded turns and replies are stored."""

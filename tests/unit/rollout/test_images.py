@@ -130,7 +130,7 @@ async def test_records_carry_new_images_once() -> None:
         episode.add(stored(digest))
 
     assert episode.unposted_files([FIRST, SECOND, SECOND]) == (FILES[SECOND],), "the data has the first image"
-    episode.mark_posted([FIRST, SECOND])
+    episode.mark_posted([FIRST, SECOND], asyncio.Future())
     assert episode.unposted_files([SECOND]) == ()
     assert await episode.files_of(image_ids(SECOND, 4)) == {SECOND: FILES[SECOND]}
 
@@ -170,3 +170,22 @@ async def test_a_cancelled_post_brings_no_image() -> None:
     outbox.acknowledge(1)
     await records.post_turn(with_image, session=0, seconds=2.0)
     assert episode.unposted_files([FIRST]) == ()
+
+
+async def test_durable_files_are_kept_within_the_bound_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "CACHE_BYTES", len(FILES[FIRST]))
+    coordinator = Coordinator()
+    episode = EpisodeImages(coordinator.worker, ())
+    durable: asyncio.Future[None] = asyncio.Future()
+    for digest in FILES:
+        episode.add(stored(digest))
+    episode.mark_posted([FIRST, SECOND], durable)
+    assert await episode.files_of(image_ids(FIRST, 4)) == {FIRST: FILES[FIRST]}
+
+    durable.set_result(None)
+    await asyncio.sleep(0)  # callbacks of the future
+    for digest in (FIRST, SECOND):
+        episode.add(stored(digest))  # an equal image comes again
+    ids = tuple(image_id for digest in FILES for image_id in image_ids(digest, 4))
+    assert await episode.files_of(ids) == FILES
+    assert coordinator.requests == [(FIRST,)], "one durable file is kept, and the file that is not durable"
