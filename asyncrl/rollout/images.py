@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from asyncrl.errors import EngineError
+from asyncrl.errors import AsyncrlError, EngineError
 from asyncrl.runtime.activity import Waits
 from asyncrl.types import ImageRef, Turn
 from asyncrl.vision.files import StoredImage
@@ -34,13 +34,18 @@ async def refuse_request(request: ImageRequest) -> None:
     raise EngineError(f"image {request.digests[0]} is not here, and no coordinator can be asked")
 
 
+class LostImageError(AsyncrlError):
+    """The coordinator has no file of an image any more. The next attempt at the episode starts again, without
+    the recorded turns that may need the image."""
+
+
 class _FileRequest:
-    """A file that was requested from the coordinator. `send_at`: time of the event loop at which the request
-    is due, for the first time or again."""
+    """A file that was requested from the coordinator; None: lost. `send_at`: time of the event loop at which
+    the request is due, for the first time or again."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.file: asyncio.Future[bytes] = loop.create_future()
+        self.file: asyncio.Future[bytes | None] = loop.create_future()
         self.send_at = loop.time()
         self._resend_after = RESEND_SECONDS
 
@@ -76,7 +81,7 @@ class WorkerImages:
                 self._file_bytes -= len(oldest_file)
 
     async def files_of(self, digests: Sequence[str]) -> dict[str, bytes]:
-        """Return the files of these images. EngineError if the coordinator does not have a file any more."""
+        """Return the files of these images. LostImageError if the coordinator has no file any more."""
         with self._files_lock:
             files = {digest: self._files[digest] for digest in digests if digest in self._files}
             for digest in files:
@@ -98,7 +103,7 @@ class WorkerImages:
 
         for digest in message.lost:
             if (request := self._requested.pop(digest, None)) is not None:
-                request.file.set_exception(EngineError(f"image {digest} is no longer stored"))
+                request.file.set_result(None)  # an error without a waiting episode would be logged
 
     async def _request_files(self, digests: Sequence[str]) -> dict[str, bytes]:
         """Request files, once for all waiting episodes, and again if no answer comes: a restarted coordinator
@@ -127,7 +132,12 @@ class WorkerImages:
                 timeout=max(0.0, next_send_at - loop.time()),
             )
 
-        return {digest: request.file.result() for digest, request in requests.items()}
+        files: dict[str, bytes] = {}
+        for digest, request in requests.items():
+            if (file := request.file.result()) is None:
+                raise LostImageError(f"image {digest} is no longer stored")
+            files[digest] = file
+        return files
 
 
 class EpisodeImages:
@@ -149,7 +159,7 @@ class EpisodeImages:
         return image.ref
 
     async def files_of(self, ids: Sequence[int]) -> Mapping[str, bytes]:
-        """Return the files of all images in a row of ids."""
+        """Return the files of all images in a row of ids. LostImageError."""
         digests = [run.digest for run in find_runs(ids)]
         # Before the await, because a file leaves when it becomes durable.
         own_files = {digest: self._own_files[digest] for digest in digests if digest in self._own_files}

@@ -5,14 +5,17 @@ from __future__ import annotations
 import base64
 import io
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import PIL.Image
 import pytest
 
+from asyncrl.buffer.records import RESUMABLE
 from asyncrl.environments import image_observation
 from asyncrl.gateway import Endpoint
+from asyncrl.rollout.images import EpisodeImages, LostImageError, WorkerImages
 from asyncrl.tools import tool
 from asyncrl.types import FailReason, Message, Observation, Sample, TurnReply
 from asyncrl.vision.content import ImageFile
@@ -225,3 +228,16 @@ def test_an_agent_with_images_goes_on_after_a_crash() -> None:
     end = resumed.finished(uninterrupted.record[:2])
     assert (end.stats.turns, end.stats.rows) == (2, 1)
     assert posted_images(resumed) == [(Generated, [BLUE_DIGEST])]
+
+
+def test_an_episode_whose_image_is_lost_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lose(worker_images: WorkerImages, digests: Sequence[str]) -> dict[str, bytes]:
+        raise LostImageError(f"image {digests[0]} is no longer stored")
+
+    monkeypatch.setattr(WorkerImages, "files_of", lose)
+    bench = TurnBench(["7", "42"], nothing, Gallery, chat=chat())
+    monkeypatch.setattr(EpisodeImages, "add", lambda episode_images, image: image.ref)
+    failure = bench.failed()
+    assert failure.reason is FailReason.EPISODE_ERROR
+    assert failure.reason not in RESUMABLE
+    assert f"image {RED_DIGEST} is no longer stored" in failure.detail

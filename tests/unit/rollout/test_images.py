@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Sequence
 
 import pytest
 
-from asyncrl.errors import EngineError
 from asyncrl.rollout import images
 from asyncrl.rollout.episode_records import EpisodeRecords
-from asyncrl.rollout.images import EpisodeImages, WorkerImages, images_of_replies
+from asyncrl.rollout.images import EpisodeImages, LostImageError, WorkerImages, images_of_replies
 from asyncrl.runtime.activity import Waits
 from asyncrl.types import (
     IMAGE_MARK,
@@ -111,9 +111,21 @@ async def test_pauses_between_requests_double() -> None:
 
 async def test_an_image_that_is_not_stored_fails_the_episode() -> None:
     coordinator = Coordinator()
-    with pytest.raises(EngineError, match=f"image {'0' * 29} is no longer stored"):
+    with pytest.raises(LostImageError, match=f"image {'0' * 29} is no longer stored"):
         await coordinator.worker.files_of([FIRST, "0" * 29])
     assert await coordinator.worker.files_of([FIRST]) == {FIRST: FILES[FIRST]}
+
+
+async def test_a_lost_image_for_which_nobody_waits_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    coordinator = Coordinator(lose=1)
+    ended = asyncio.ensure_future(coordinator.worker.files_of([FIRST]))
+    await asyncio.sleep(0)
+    ended.cancel()
+    await asyncio.wait([ended])
+    coordinator.worker.receive_files(ImageFiles((FIRST,), lost=(FIRST,)), [])
+    del ended
+    gc.collect()
+    assert not caplog.records
 
 
 async def test_the_least_recently_used_files_go(monkeypatch: pytest.MonkeyPatch) -> None:
