@@ -50,6 +50,7 @@ class EpisodeRecords:
         frame = _encode(TurnReply(turn.replies, turn.observation))
         digests = [image.digest for image in images_of_replies(turn)]
         await self._post_with_images(Replied(0, self.attempt, turn.index), frame, digests)
+        self.images.discard_unposted()
 
     async def post_record(self, record: Record, *frames: bytes) -> asyncio.Future[None]:
         """Hand a record to the outbox once the window has room. The future is done when the record is

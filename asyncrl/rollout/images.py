@@ -20,11 +20,13 @@ from functools import partial
 from asyncrl.errors import AsyncrlError, EngineError
 from asyncrl.runtime.activity import Waits
 from asyncrl.types import ImageRef, Turn
-from asyncrl.vision.files import StoredImage
+from asyncrl.vision.files import ImageError, StoredImage
 from asyncrl.vision.image_ids import find_runs
 from asyncrl.wire.messages.shared import MAX_REQUESTED_IMAGES, ImageFiles, ImageRequest
+from asyncrl.wire.sockets import MAX_BYTES
 
 CACHE_BYTES = 256 << 20  # files that a worker keeps
+MAX_UNPOSTED_BYTES = MAX_BYTES // 2  # files that the next record of an episode brings; a turn needs room, too
 RESEND_SECONDS = 2.0  # wait for an answer before sending again; doubled up to MAX_RESEND_SECONDS
 MAX_RESEND_SECONDS = 30.0
 
@@ -150,12 +152,24 @@ class EpisodeImages:
         self._stored = {image.digest for image in known_images}  # stored, or in a posted record
 
     def add(self, image: StoredImage) -> ImageRef:
-        """Take an image into the episode; return the reference for a reply or a message."""
+        """Take an image into the episode; return the reference for a reply or a message. ImageError if the
+        next record would become too large with this image."""
         digest = image.ref.digest
-        if digest in self._stored and digest not in self._own_files:
+        if digest in self._own_files:
+            return image.ref
+        if digest in self._stored:
             self._worker_images.keep_file(digest, image.file)
-        else:
-            self._own_files[digest] = image.file
+            return image.ref
+
+        # A copy, because threads that read requests of agents add images while the event loop posts.
+        own_files = self._own_files.copy()
+        unposted_bytes = sum(len(file) for digest, file in own_files.items() if digest not in self._stored)
+        if unposted_bytes + len(image.file) > MAX_UNPOSTED_BYTES:
+            raise ImageError(
+                f"the new images of a prompt or of the replies to a turn take more than "
+                f"{MAX_UNPOSTED_BYTES >> 20} MiB; use fewer or smaller images"
+            )
+        self._own_files[digest] = image.file
         return image.ref
 
     async def files_of(self, ids: Sequence[int]) -> Mapping[str, bytes]:
@@ -187,6 +201,10 @@ class EpisodeImages:
         for digest in digests:
             if (file := self._own_files.pop(digest, None)) is not None:
                 self._worker_images.keep_file(digest, file)
+
+    def discard_unposted(self) -> None:
+        """Forget the images that no record has posted: a refused reply has left them."""
+        self._own_files = {digest: file for digest, file in self._own_files.items() if digest in self._stored}
 
     def recall_turns(self, turns: Sequence[Turn]) -> None:
         """Note that the images of recorded turns and replies are stored."""
