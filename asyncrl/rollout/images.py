@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from asyncrl.errors import AsyncrlError, EngineError
+from asyncrl.errors import AsyncrlError
 from asyncrl.runtime.activity import Waits
 from asyncrl.types import ImageRef, Turn
 from asyncrl.vision.files import ImageError, StoredImage
@@ -29,11 +29,6 @@ CACHE_BYTES = 256 << 20  # files that a worker keeps
 MAX_UNPOSTED_BYTES = MAX_BYTES // 2  # files that the next record of an episode brings; a turn needs room, too
 RESEND_SECONDS = 2.0  # wait for an answer before sending again; doubled up to MAX_RESEND_SECONDS
 MAX_RESEND_SECONDS = 30.0
-
-
-async def refuse_request(request: ImageRequest) -> None:
-    """Stand in for the coordinator where there is none. EngineError."""
-    raise EngineError(f"image {request.digests[0]} is not here, and no coordinator can be asked")
 
 
 class LostImageError(AsyncrlError):
