@@ -46,7 +46,8 @@ class EpisodeRecords:
         await self.post_record(Sampled(0, self.attempt, seconds), _encode(part))
 
     async def post_reply(self, turn: Turn) -> None:
-        """Post the replies to a turn: tool replies and the observation."""
+        """Post the replies to a turn: tool replies and the observation. Images of this episode that
+        are in no posted turn or reply are forgotten. ProtocolError: as `Outbox.post_record`."""
         frame = _encode(TurnReply(turn.replies, turn.observation))
         digests = [image.digest for image in images_of_replies(turn)]
         await self._post_with_images(Replied(0, self.attempt, turn.index), frame, digests)
@@ -54,10 +55,17 @@ class EpisodeRecords:
 
     async def post_record(self, record: Record, *frames: bytes) -> asyncio.Future[None]:
         """Hand a record to the outbox once the window has room. The future is done when the record is
-        durable."""
+        durable. ProtocolError: as `Outbox.post_record`."""
         wait_name = "acks: the window of unacknowledged records is full"
         with self.waits.wait_named(wait_name) if self.outbox.is_full else nullcontext():
             return await self.outbox.post_record(record, *frames)
+
+    async def until_durable(self) -> None:
+        """Wait until the newest turn would survive a crash, because the receiver may cause side effects. The
+        wait ends with the ack, the episode's deadline or the worker's lease."""
+        if self._newest_turn_durable is not None and not self._newest_turn_durable.done():
+            with self.waits.wait_named("acks: turns that are not yet durable"):
+                await asyncio.shield(self._newest_turn_durable)
 
     async def _post_with_images(
         self, record: Record, frame: bytes, digests: Sequence[str]
@@ -66,13 +74,6 @@ class EpisodeRecords:
         durable = await self.post_record(record, frame, *self.images.unposted_files(digests))
         self.images.mark_posted(digests, durable)
         return durable
-
-    async def until_durable(self) -> None:
-        """Wait until the newest turn would survive a crash, because the receiver may cause side effects. The
-        wait ends with the ack, the episode's deadline or the worker's lease."""
-        if self._newest_turn_durable is not None and not self._newest_turn_durable.done():
-            with self.waits.wait_named("acks: turns that are not yet durable"):
-                await asyncio.shield(self._newest_turn_durable)
 
 
 def generated(

@@ -5,7 +5,7 @@ waits for: files from the coordinator, by name
 unblocks: engines, which read the images of a prompt
 
     EpisodeImages ──files_of(ids)──► WorkerImages ──ImageRequest──► coordinator
-        ▲  └──unposted_files(…)──► records of turns and replies
+        ▲  └──unposted_files(…)──► records of turns and replies, once durable ──► WorkerImages
         └── add(image): tools, environment, agent
 """
 
@@ -37,8 +37,8 @@ class LostImageError(AsyncrlError):
 
 
 class _FileRequest:
-    """A file that was requested from the coordinator; None: lost. `send_at`: time of the event loop at which
-    the request is due, for the first time or again."""
+    """Waits for a file from the coordinator. `file`: None if the coordinator has lost the file. `send_at`:
+    time of the event loop, in seconds, at which the request is due, for the first time or again."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -47,14 +47,14 @@ class _FileRequest:
         self._resend_after = RESEND_SECONDS
 
     def postpone(self, now: float) -> None:
-        """Note that the request is sent now."""
+        """Set the time of the next repetition; the request is sent now."""
         self.send_at = now + self._resend_after
         self._resend_after = min(2 * self._resend_after, MAX_RESEND_SECONDS)
 
 
 class WorkerImages:
     """Keeps the files of images that episodes of this worker need, up to CACHE_BYTES, and requests missing
-    files. `send`: sends a message to the coordinator."""
+    files. `send`: sends a message to the coordinator. Only `keep_file` may be called by other threads."""
 
     def __init__(self, send: Callable[[ImageRequest], Awaitable[None]], waits: Waits) -> None:
         self._send = send
@@ -78,7 +78,8 @@ class WorkerImages:
                 self._file_bytes -= len(oldest_file)
 
     async def files_of(self, digests: Sequence[str]) -> dict[str, bytes]:
-        """Return the files of these images. LostImageError if the coordinator has no file any more."""
+        """Return the files of these images by digest; missing files are awaited. LostImageError if the
+        coordinator has no file of an image any more."""
         with self._files_lock:
             files = {digest: self._files[digest] for digest in digests if digest in self._files}
             for digest in files:
@@ -92,7 +93,7 @@ class WorkerImages:
         return files
 
     def receive_files(self, message: ImageFiles, frames: Sequence[bytes]) -> None:
-        """Give the files of an answer to the episodes that wait for them."""
+        """Give the files of an answer, a frame for each that is not lost, to the episodes that wait."""
         for digest, file in message.files(frames).items():
             self.keep_file(digest, file)
             if (request := self._requested.pop(digest, None)) is not None:
@@ -138,8 +139,9 @@ class WorkerImages:
 
 
 class EpisodeImages:
-    """The images of one attempt at an episode. Files that the attempt makes stay here until they are durable,
-    then among the files of the worker. `known_images`: those of the sample, which the coordinator has."""
+    """Holds the images of one attempt at an episode. Files that the attempt makes stay here until they are
+    durable, and then belong to the worker. `known_images`: those of the sample, which the coordinator has.
+    Only `add` may be called by other threads, one at a time."""
 
     def __init__(self, worker_images: WorkerImages, known_images: Iterable[ImageRef]) -> None:
         self._worker_images = worker_images
@@ -168,7 +170,7 @@ class EpisodeImages:
         return image.ref
 
     async def files_of(self, ids: Sequence[int]) -> Mapping[str, bytes]:
-        """Return the files of all images in a row of ids. LostImageError."""
+        """Return the files of all images in a row of ids by digest. LostImageError."""
         digests = [run.digest for run in find_runs(ids)]
         # Before the await, because a file leaves when it becomes durable.
         own_files = {digest: self._own_files[digest] for digest in digests if digest in self._own_files}
@@ -176,7 +178,7 @@ class EpisodeImages:
         return own_files | (await self._worker_images.files_of(elsewhere) if elsewhere else {})
 
     def unposted_files(self, digests: Iterable[str]) -> tuple[bytes, ...]:
-        """Return the files among these images that no record has posted, for the next record."""
+        """Return the files of those images that no posted record brings, in order and once each."""
         return tuple(
             self._own_files[digest]
             for digest in dict.fromkeys(digests)
@@ -184,7 +186,7 @@ class EpisodeImages:
         )
 
     def mark_posted(self, digests: Sequence[str], durable: asyncio.Future[None]) -> None:
-        """Note that a record in the outbox brings these images; `durable` is done when it is durable. Call
+        """Note that a posted record brings these images; `durable` is done when the record is durable. Call
         this after the post: a post that is cancelled while it waits for room brings nothing."""
         self._stored.update(digests)
         durable.add_done_callback(partial(self._release_files, tuple(digests)))
@@ -198,7 +200,7 @@ class EpisodeImages:
                 self._worker_images.keep_file(digest, file)
 
     def discard_unposted(self) -> None:
-        """Forget the images that no record has posted: a refused reply has left them."""
+        """Forget the files that no posted record brings: those of replies that were refused."""
         self._own_files = {digest: file for digest, file in self._own_files.items() if digest in self._stored}
 
     def recall_turns(self, turns: Sequence[Turn]) -> None:
@@ -209,7 +211,7 @@ class EpisodeImages:
 
 
 def images_of_replies(turn: Turn) -> list[ImageRef]:
-    """Return the images of the replies to a turn."""
+    """Return the images of the replies to a turn: of tool replies, then of the observation."""
     images = [image for reply in turn.replies for image in reply.images]
     messages = turn.observation.messages if turn.observation else ()
     return images + [image for message in messages for image in message.images]
