@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -38,22 +39,23 @@ class EpisodeRecords:
         turn."""
         record, frame = generated(self.attempt, turn, seconds, session)
         digests = [run.digest for run in find_runs(turn.context)]
-        image_files = self.images.take_unposted(digests)
-        self._newest_turn_durable = await self.post_record(record, frame, *image_files)
+        self._newest_turn_durable = await self._post_with_images(record, frame, digests)
 
     async def post_part(self, part: TurnPart, seconds: float) -> None:
         """Post new tokens of an unfinished turn."""
         await self.post_record(Sampled(0, self.attempt, seconds), _encode(part))
 
     async def post_reply(self, turn: Turn) -> None:
-        """Post the replies to a turn: tool replies and the observation."""
+        """Post the replies to a turn: tool replies and the observation. Images of this episode that
+        are in no posted turn or reply are forgotten. ProtocolError: as `Outbox.post_record`."""
         frame = _encode(TurnReply(turn.replies, turn.observation))
-        image_files = self.images.take_unposted([image.digest for image in images_of_replies(turn)])
-        await self.post_record(Replied(0, self.attempt, turn.index), frame, *image_files)
+        digests = [image.digest for image in images_of_replies(turn)]
+        await self._post_with_images(Replied(0, self.attempt, turn.index), frame, digests)
+        self.images.discard_unposted()
 
     async def post_record(self, record: Record, *frames: bytes) -> asyncio.Future[None]:
         """Hand a record to the outbox once the window has room. The future is done when the record is
-        durable."""
+        durable. ProtocolError: as `Outbox.post_record`."""
         wait_name = "acks: the window of unacknowledged records is full"
         with self.waits.wait_named(wait_name) if self.outbox.is_full else nullcontext():
             return await self.outbox.post_record(record, *frames)
@@ -64,6 +66,14 @@ class EpisodeRecords:
         if self._newest_turn_durable is not None and not self._newest_turn_durable.done():
             with self.waits.wait_named("acks: turns that are not yet durable"):
                 await asyncio.shield(self._newest_turn_durable)
+
+    async def _post_with_images(
+        self, record: Record, frame: bytes, digests: Sequence[str]
+    ) -> asyncio.Future[None]:
+        """Post a record with the files of those images that no record has brought yet."""
+        durable = await self.post_record(record, frame, *self.images.unposted_files(digests))
+        self.images.mark_posted(digests, durable)
+        return durable
 
 
 def generated(

@@ -82,9 +82,8 @@ class EpisodeRun:
         main_conversation: tuple[Message, ...] | None = None,
     ) -> RewardResult:
         """Return the episode's reward, shaped if the episode trains. `sample`: the sample, with the prompt
-        that the model got; `tool_calls`: well-formed calls;
-        `result`: see RewardInput. `main_conversation`: the conversation whose last words appear in lists;
-        None: `messages`. RewardError."""
+        that the model got; `tool_calls`: well-formed calls; `result`: see RewardInput. `main_conversation`:
+        the conversation whose last words appear in lists; None: `messages`. RewardError."""
         rules = self.context.rules
         reward = self.context.reward
         self._agent_result = result

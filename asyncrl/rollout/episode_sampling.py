@@ -75,7 +75,8 @@ class EpisodeSampling:
         """Sample a turn after `ids`, the whole prefix, or the remainder of a turn. Rows may be sampled side
         by side; an agent's row gets its final number, `Turn.row`, only with its first turn. `is_trained`: a
         long turn is made durable in parts, and scorers read the finished turn, after `teacher_prefix` if
-        given. `agent`: the name of the agent that sent the request."""
+        given. `agent`: the name of the agent that sent the request. EngineError; LostImageError if an image
+        of `ids` is lost."""
         assignment = self.assignment
         rules = self.context.rules
         prompt_digest = hashlib.blake2b(_encode((ids, max_new_tokens)), digest_size=16).digest()

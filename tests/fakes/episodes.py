@@ -16,7 +16,7 @@ from asyncrl.rewards.loading import in_loop
 from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_run import EpisodeRun
 from asyncrl.rollout.episode_runner import EpisodeRunner, Player
-from asyncrl.rollout.images import WorkerImages, refuse_request
+from asyncrl.rollout.images import WorkerImages
 from asyncrl.rollout.samplers import LocalSampler
 from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.activity import BusyTimer, Waits
@@ -36,6 +36,7 @@ from asyncrl.wire.messages.worker import (
 from asyncrl.wire.outbox import Outbox
 from tests.fakes.chat import FakeChat, call, read, rules, sample
 from tests.fakes.engine import ScriptedEngine
+from tests.fakes.image_data import refuse_request
 from tests.fakes.loop import Intervals, settle
 
 SECONDS = 60.0  # seconds that a whole episode of a test may take

@@ -10,6 +10,7 @@ from typing import Any
 import PIL.Image
 
 from asyncrl.vision.layout import ImageLayout
+from asyncrl.wire.messages.shared import ImageRequest
 
 LAYOUT = ImageLayout(
     placeholder=258,
@@ -69,3 +70,8 @@ def make_image_model(directory: Path) -> None:
         "size": {"shortest_edge": LAYOUT.min_pixels, "longest_edge": LAYOUT.max_pixels},
     }
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+async def refuse_request(request: ImageRequest) -> None:
+    """Stand in for the coordinator of a worker whose episodes have no stored images."""
+    raise AssertionError(f"image {request.digests[0]} is not here, and no coordinator can be asked")

@@ -27,6 +27,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from common import ROOT
 from transformers import AutoTokenizer
 
 from asyncrl.config import RolloutConfig
@@ -38,7 +39,7 @@ from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.rewards import in_loop
 from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_runner import EpisodeRunner
-from asyncrl.rollout.images import WorkerImages, refuse_request
+from asyncrl.rollout.images import WorkerImages
 from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.activity import Sleeps, Waits
 from asyncrl.tools import Tool, Toolbox, load_tool, tool
@@ -46,8 +47,8 @@ from asyncrl.types import Generation, Message, Sample, StopReason, VersionSpan
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Assign, Failed, Records
 from asyncrl.wire.outbox import Outbox
+from tests.fakes.image_data import refuse_request
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples/multiturn/calculator/model"
 SIGMA = 1.5
 ROUNDS = 2  # episodes one after another in each place

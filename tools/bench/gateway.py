@@ -42,12 +42,13 @@ from asyncrl.rewards import in_loop
 from asyncrl.rollout.agent_player import AgentPlayer, Agents
 from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_runner import EpisodeRunner
-from asyncrl.rollout.images import WorkerImages, refuse_request
+from asyncrl.rollout.images import WorkerImages
 from asyncrl.runtime.activity import Sleeps, Waits
 from asyncrl.types import Generation, Message, Sample, StopReason, VersionSpan
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Assign, Failed, Records
 from asyncrl.wire.outbox import Outbox
+from tests.fakes.image_data import refuse_request
 
 TURNS = 9  # turns of a conversation; the first one continues no row
 CALL = '<tool_call>\n{"name": "bash", "arguments": {}}\n</tool_call>'

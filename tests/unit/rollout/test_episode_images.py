@@ -5,14 +5,18 @@ from __future__ import annotations
 import base64
 import io
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import PIL.Image
 import pytest
 
+from asyncrl.buffer.records import RESUMABLE
 from asyncrl.environments import image_observation
 from asyncrl.gateway import Endpoint
+from asyncrl.rollout import images
+from asyncrl.rollout.images import EpisodeImages, LostImageError, WorkerImages
 from asyncrl.tools import tool
 from asyncrl.types import FailReason, Message, Observation, Sample, TurnReply
 from asyncrl.vision.content import ImageFile
@@ -225,3 +229,34 @@ def test_an_agent_with_images_goes_on_after_a_crash() -> None:
     end = resumed.finished(uninterrupted.record[:2])
     assert (end.stats.turns, end.stats.rows) == (2, 1)
     assert posted_images(resumed) == [(Generated, [BLUE_DIGEST])]
+
+
+def test_an_episode_whose_image_is_lost_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lose(worker_images: WorkerImages, digests: Sequence[str]) -> dict[str, bytes]:
+        raise LostImageError(f"image {digests[0]} is no longer stored")
+
+    monkeypatch.setattr(WorkerImages, "files_of", lose)
+    bench = TurnBench(["7", "42"], nothing, Gallery, chat=chat())
+    monkeypatch.setattr(EpisodeImages, "add", lambda episode_images, image: image.ref)
+    failure = bench.failed()
+    assert failure.reason is FailReason.EPISODE_ERROR
+    assert failure.reason not in RESUMABLE
+    assert f"image {RED_DIGEST} is no longer stored" in failure.detail
+
+
+def test_images_that_a_record_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "MAX_UNPOSTED_BYTES", len(STORED[0].file) + len(STORED[1].file) - 1)
+
+    @tool(name="look")
+    def look(colours: str) -> list[PIL.Image.Image]:
+        """Look."""
+        return [{"red": RED, "blue": BLUE}[colour] for colour in colours.split()]
+
+    turns = [call("look", f'{{"colours": "{colours}"}}') for colours in ("red blue", "blue")]
+    bench = TurnBench([*turns, "42"], nothing, chat=chat())
+    bench.tools = {"look": look}
+    end = bench.finished()
+    assert end.stats.failed == 1
+    assert [digests for kind, digests in posted_images(bench) if kind is Replied] == [[], [BLUE_DIGEST]]
+    refused = msgspec.msgpack.decode(bench.frames[1][0], type=TurnReply).replies[0]
+    assert "use fewer or smaller images" in refused.content
