@@ -1,4 +1,4 @@
-"""Prepares images: from any file that Pillow reads to the file that engines and trainer read.
+"""Prepares images: from a file of one of the usual formats to the file that engines and trainer read.
 
     bytes ──decode──► upright RGB ──scale──► final size ──► PNG ──digest──► StoredImage
               │                                 │
@@ -24,6 +24,9 @@ MAX_SIDE = 16_384  # pixels of a side, as it comes
 PNG_START = b"\x89PNG\r\n\x1a\n"
 JPEG_START = b"\xff\xd8\xff"
 BIT_DEPTH_OFFSET = 24  # of the byte in a PNG file that says how many bits a channel has
+# Files come from agents and tools. Pillow's decoders of other formats are less tested, and that of EPS starts
+# Ghostscript.
+READ_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 KEPT_FORMATS = ("JPEG", "PNG")  # files of these formats are kept if nothing has to be changed
 UPRIGHT = 1  # EXIF orientation of an image that need not be turned
 EXIF_ORIENTATION = 0x0112
@@ -67,7 +70,7 @@ def prepare_image(file: bytes, layout: ImageLayout) -> StoredImage:
     import PIL.Image  # takes a moment, and most runs have no images
 
     try:
-        with PIL.Image.open(io.BytesIO(file), formats=None) as image:
+        with PIL.Image.open(io.BytesIO(file), formats=READ_FORMATS) as image:
             _check_kind(image)
             image.load()
             kept_format = image.format if image.format in KEPT_FORMATS else None
@@ -78,7 +81,8 @@ def prepare_image(file: bytes, layout: ImageLayout) -> StoredImage:
         raise ImageError("the image has too many pixels; scale it down") from None
     except PIL.UnidentifiedImageError:
         raise ImageError(
-            "the bytes are not an image file that Pillow can read; write a PNG or JPEG file"
+            f"the bytes are not an image file of a supported format ({', '.join(READ_FORMATS)}); write a PNG "
+            "or JPEG file"
         ) from None
     except Exception as error:  # decoders of Pillow raise errors of many types for damaged files
         raise ImageError(f"the image file is damaged ({one_line(error)}); write the file again") from error

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.vision.files import ImageError
+from asyncrl.vision.files import KEPT_FORMATS, ImageError
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PixelReader:
         import PIL.Image
 
         try:
-            with PIL.Image.open(io.BytesIO(file)) as image:
+            with PIL.Image.open(io.BytesIO(file), formats=KEPT_FORMATS) as image:
                 rgb_image = image.convert("RGB")
         except (OSError, ValueError, SyntaxError) as error:
             raise ImageError(f"a stored image cannot be decoded ({one_line(error)})") from error
@@ -61,7 +61,7 @@ def image_size(file: bytes) -> tuple[int, int]:
     import PIL.Image
 
     try:
-        with PIL.Image.open(io.BytesIO(file)) as image:
+        with PIL.Image.open(io.BytesIO(file), formats=KEPT_FORMATS) as image:
             return image.height, image.width
     except (OSError, ValueError, SyntaxError) as error:
         raise ImageError(f"a stored image cannot be decoded ({one_line(error)})") from error

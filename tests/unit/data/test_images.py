@@ -230,7 +230,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "animated": (animation, "3 frames, but only still images are allowed; choose one frame"),
     "deep": (lambda: image_file(mode="I;16", color=7), "16 bits per channel; convert it to 8 bits"),
-    "text": (lambda: b"\xff\xd8 no image", "not an image file that Pillow can read; write a PNG or JPEG"),
+    "text": (lambda: b"\xff\xd8 no image", r"a supported format \(PNG, .*\); write a PNG or JPEG"),
     "narrow": (lambda: image_file(8_000, 10), "800 times the shorter side .*crop it"),
     "missing": ("figures/none.png", r"figures/none\.png cannot be read \(No such file.*correct the path"),
     "directory": (".", "cannot be read .Is a directory"),
