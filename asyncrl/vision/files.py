@@ -21,6 +21,7 @@ from asyncrl.vision.layout import ImageLayout
 MAX_FILE_BYTES = 32 << 20  # of an image as it comes
 MAX_STORED_BYTES = 16 << 20  # of a prepared image, so that a message holds several
 MAX_SIDE = 16_384  # pixels of a side, as it comes
+MAX_PIXELS = 32_000_000  # as it comes; converted and scaled, such an image takes up to 500 MB for a moment
 PNG_START = b"\x89PNG\r\n\x1a\n"
 JPEG_START = b"\xff\xd8\xff"
 BIT_DEPTH_OFFSET = 24  # of the byte in a PNG file that says how many bits a channel has
@@ -102,6 +103,11 @@ def _check_kind(image: Any) -> None:
     if max(image.size) > MAX_SIDE:
         raise ImageError(
             f"the image has {image.width} x {image.height} pixels, but a side may have at most {MAX_SIDE}; "
+            "scale it down"
+        )
+    if image.width * image.height > MAX_PIXELS:
+        raise ImageError(
+            f"the image has {image.width} x {image.height} pixels, more than the allowed {MAX_PIXELS:,}; "
             "scale it down"
         )
     if min(image.size) < 1:

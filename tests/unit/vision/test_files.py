@@ -146,12 +146,26 @@ PLAIN = encoded(PIL.Image.fromarray(noise(48, 64)))
         (PLAIN[: len(PLAIN) // 2], "damaged"),
         (bomb(20_000, 20), "20000 x 20 pixels, but a side may have at most 16384"),
         (bomb(16_000, 16_000), "too many pixels"),
+        (bomb(8_000, 5_000), "8000 x 5000 pixels, more than the allowed 32,000,000; scale it down"),
         (animation(), "2 frames"),
         (encoded(DEEP), "16 bits|8 bits per channel"),
         (encoded(PIL.Image.fromarray(noise(1, 300))), "300 times the shorter side"),
         (b"\x89PNG" + bytes(40 << 20), "more than the allowed 33,554,432"),
     ],
-    ids=["empty", "eps", "icns", "no gif", "cut", "long", "large", "animated", "16 bits", "narrow", "heavy"],
+    ids=[
+        "empty",
+        "eps",
+        "icns",
+        "no gif",
+        "cut",
+        "long",
+        "large",
+        "many pixels",
+        "animated",
+        "16 bits",
+        "narrow",
+        "heavy",
+    ],
 )
 def test_bad_images_are_refused(file: bytes, problem: str) -> None:
     with pytest.raises(ImageError, match=problem):
