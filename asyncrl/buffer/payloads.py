@@ -25,7 +25,7 @@ from asyncrl.types import (
     Turn,
     TurnReply,
 )
-from asyncrl.vision.image_ids import largest_token_id
+from asyncrl.vision.image_ids import FIRST_IMAGE_ID, find_whole_runs, largest_token_id
 
 
 class TurnPart(msgspec.Struct, frozen=True, array_like=True):
@@ -76,16 +76,20 @@ def check_result(payload: bytes) -> None:
 def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY) -> None:
     """Check a decoded turn. ProtocolError if the turn cannot be trained.
 
-    Every token must be in the vocabulary, every model token needs a log-prob, a version and a token before
-    it, and the turn's sequence must be one of the `rows` earlier sequences, or the next new one.
+    Every token must be in the vocabulary or belong to an image, every model token needs a log-prob, a version
+    and a token before it, and the turn's sequence must be one of the `rows` earlier sequences, or the next
+    new one.
     """
     generation = turn.generation
     subject = f"episode {uid}, turn {turn.index}"
     _check_sampled(subject, generation, vocabulary)
 
-    largest_id = largest_token_id(turn.context)
-    if largest_id >= vocabulary:
-        raise ProtocolError(f"{subject}: {largest_id} is not a valid token ID")
+    for prompt_ids in (turn.context, turn.taught):
+        largest_id = largest_token_id(prompt_ids)
+        if largest_id >= vocabulary:
+            raise ProtocolError(f"{subject}: {largest_id} is not a valid token ID")
+        with ProtocolError.instead_of(ValueError, text=subject):
+            find_whole_runs(prompt_ids)
 
     routes = generation.routes
     if routes is not None and (
@@ -146,7 +150,7 @@ def _check_sampled(subject: str, sampled: Generation, vocabulary: int) -> None:
             f"and spans {[(span.start, span.end) for span in sampled.spans]}"
         )
 
-    if sampled.ids and max(sampled.ids) >= vocabulary:
+    if sampled.ids and max(sampled.ids) >= min(vocabulary, FIRST_IMAGE_ID):
         raise ProtocolError(f"{subject}: {max(sampled.ids)} is not a valid token ID")
     if any(span.version < 0 for span in sampled.spans):
         raise ProtocolError(

@@ -28,7 +28,14 @@ from asyncrl.data.sources import RowOrigin
 from asyncrl.data.storage import ImageWriter, StoredImages
 from asyncrl.errors import ConfigError
 from asyncrl.types import ImageRef, Message, Sample
-from asyncrl.vision.files import ImageError, StoredImage, image_digest, prepare_decoded, prepare_image
+from asyncrl.vision.files import (
+    EXIF_ORIENTATION,
+    ImageError,
+    StoredImage,
+    image_digest,
+    prepare_decoded,
+    prepare_image,
+)
 from asyncrl.vision.layout import ImageLayout
 
 MAX_THREADS = 8
@@ -233,9 +240,9 @@ class ImagePreparer:
             digest = image_digest(b"path " + os.fsencode(image))
             size = 0
         else:
-            pixels = _pixels_of(image)
-            digest = image_digest(f"{image.mode} {image.size} ".encode() + pixels)
-            size = len(pixels)
+            content = _content_of(image)
+            digest = image_digest(content)
+            size = len(content)
 
         if digest not in self._final_refs and digest not in self._preparations:
             prepared = self._threads.submit(_prepare, image, self._layout)
@@ -307,10 +314,15 @@ class ImagePreparer:
         return stored_image.ref
 
 
-def _pixels_of(image: Any) -> bytes:
-    """Return the pixels of a PIL.Image, which may have to be decoded now."""
+def _content_of(image: Any) -> bytes:
+    """Return what distinguishes a PIL.Image, which may have to be decoded now: its pixels, preceded by all
+    that decides about their colours and their place."""
     try:
-        return bytes(image.tobytes())
+        pixels = bytes(image.tobytes())
+        orientation = image.getexif().get(EXIF_ORIENTATION)
+        palette = (image.palette.mode, image.getpalette(rawmode=None)) if image.palette else None
+        header = (image.mode, image.size, orientation, palette, image.info.get("transparency"))
+        return repr(header).encode() + pixels
     except Exception as error:  # decoders of Pillow raise errors of many types for damaged files
         raise ImageError("the image is damaged; write the file again") from error
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from asyncrl.types import IMAGE_MARK, ImageRef
-from asyncrl.vision.content import ImageFile, without_marks
-from asyncrl.vision.files import ImageError, StoredImage, prepare_image
+from asyncrl.vision.content import ImageFile, prepare_in_turn, without_marks
+from asyncrl.vision.files import ImageError, StoredImage
 from asyncrl.vision.layout import ImageLayout
 
 PICTURE_NOTE = "[an image was here; this model reads only text]"
@@ -80,7 +80,7 @@ class RequestImages:
         if len(self._images) >= MAX_EPISODE_IMAGES:
             raise ImageError(f"an episode can have at most {MAX_EPISODE_IMAGES} images")
 
-        stored_image = prepare_image(ImageFile(encoded_file).read_bytes(), layout)
+        stored_image = prepare_in_turn(ImageFile(encoded_file), layout)
         self._stored_bytes += len(stored_image.file)
         if self._stored_bytes > MAX_EPISODE_BYTES:
             raise ImageError(f"the images of an episode take more than {MAX_EPISODE_BYTES >> 20} MiB")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from asyncrl.errors import ProtocolError
 from asyncrl.types import Turn
+from asyncrl.vision.files import ImageError
 from asyncrl.vision.image_ids import (
     DIGEST_DIGITS,
     FIRST_IMAGE_ID,
@@ -30,7 +31,7 @@ from asyncrl.vision.image_ids import (
     with_placeholders,
 )
 from asyncrl.vision.layout import ImageLayout
-from asyncrl.vision.pixels import PixelReader, Pixels
+from asyncrl.vision.pixels import PixelReader, Pixels, decode_stored
 from asyncrl.vision.positions import Grid, rope_positions
 
 PIXEL_CACHE_BYTES = 2 << 30  # of decoded pixels; an image of 1024 x 1024 pixels takes 25 MB
@@ -123,6 +124,26 @@ def digests_of(turns: Iterable[Turn]) -> list[str]:
     """Return the digests of all images that the contexts of turns contain, also in a teacher's prompts; each
     digest once, in order."""
     return digests_in(ids for turn in turns for ids in (turn.context, turn.taught))
+
+
+def readable_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files, by digest, that can be decoded: a faulty worker may have stored others."""
+    thread_count = min(READER_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(thread_count, thread_name_prefix="images") as threads:
+        are_readable = threads.map(_is_readable, files.values())
+        return {
+            digest: file
+            for (digest, file), readable in zip(files.items(), are_readable, strict=True)
+            if readable
+        }
+
+
+def _is_readable(file: bytes) -> bool:
+    try:
+        decode_stored(file)
+    except ImageError:
+        return False
+    return True
 
 
 def digests_in(rows: Iterable[Sequence[int] | np.ndarray]) -> list[str]:

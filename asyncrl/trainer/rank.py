@@ -30,7 +30,7 @@ from asyncrl.trainer.batch import with_turns
 from asyncrl.trainer.checkpointing import Checkpointing, shared_checkpoints
 from asyncrl.trainer.client import CoordinatorClient, Stopped, await_devices, meet_others
 from asyncrl.trainer.device_offload import DeviceOffload
-from asyncrl.trainer.images import digests_of
+from asyncrl.trainer.images import digests_of, readable_files
 from asyncrl.trainer.learner import Learner, PlannedWork
 from asyncrl.trainer.memory import give_up_message, is_tiny, try_largest
 from asyncrl.trainer.optimizer import SpikeError
@@ -276,11 +276,15 @@ class TrainerRank:
         for start in range(0, len(digests), shared.MAX_REQUESTED_IMAGES):
             request = shared.ImageRequest(tuple(digests[start : start + shared.MAX_REQUESTED_IMAGES]))
             answer, frames = self.client.request(request, f"images of step {step}")
-            image_files |= answer.files(frames)
+            image_files |= readable_files(answer.files(frames))
 
         for trajectory, turns in list(planned_work):
             if lost_digests := set(digests_of(turns)) - image_files.keys():
-                log.error("episode %s is not trained: image %s is lost", trajectory.uid, min(lost_digests))
+                log.error(
+                    "episode %s is not trained: image %s is lost or damaged",
+                    trajectory.uid,
+                    min(lost_digests),
+                )
                 planned_work.remove((trajectory, turns))
 
         return image_files

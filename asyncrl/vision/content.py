@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import sys
+import threading
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +19,12 @@ from asyncrl.vision.layout import ImageLayout
 
 IMAGE_NOTE = "[image]"
 MAX_IMAGES = 16  # of a reply or a message
+MAX_DECODERS = 2  # images that a process decodes at a time, as each may take much memory
+DECODER_SECONDS = 120.0  # limit for the wait for other images
 MAX_CONTENT_BYTES = 32 << 20  # stored files of a reply or a message, so that a record holds several
+
+
+_free_decoders = threading.BoundedSemaphore(MAX_DECODERS)
 
 
 @dataclass(frozen=True)
@@ -77,10 +83,7 @@ def read_content(value: Any, layout: ImageLayout | None) -> Content:
             texts.append(IMAGE_NOTE)
         else:
             texts.append(IMAGE_MARK)
-            if isinstance(part, ImageFile):
-                images.append(prepare_image(part.read_bytes(), layout))
-            else:
-                images.append(prepare_decoded(part, layout))
+            images.append(prepare_in_turn(part, layout))
 
     if sum(len(image.file) for image in images) > MAX_CONTENT_BYTES:
         raise ImageError(
@@ -89,6 +92,22 @@ def read_content(value: Any, layout: ImageLayout | None) -> Content:
         )
 
     return Content("".join(texts), tuple(images))
+
+
+def prepare_in_turn(image: Any, layout: ImageLayout) -> StoredImage:
+    """Prepare an ImageFile or a PIL.Image for a model, MAX_DECODERS images at a time in this process.
+    ImageError for an image that models cannot read, or whose turn does not come within DECODER_SECONDS."""
+    if not _free_decoders.acquire(timeout=DECODER_SECONDS):
+        raise ImageError(
+            f"the image waited for other images for more than {DECODER_SECONDS:g} s; send fewer or smaller "
+            "images"
+        )
+    try:
+        if isinstance(image, ImageFile):
+            return prepare_image(image.read_bytes(), layout)
+        return prepare_decoded(image, layout)
+    finally:
+        _free_decoders.release()
 
 
 def without_marks(text: str) -> str:

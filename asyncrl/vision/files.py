@@ -1,4 +1,4 @@
-"""Prepares images: from any file that Pillow reads to the file that engines and trainer read.
+"""Prepares images: from a file of one of the usual formats to the file that engines and trainer read.
 
     bytes ──decode──► upright RGB ──scale──► final size ──► PNG ──digest──► StoredImage
               │                                 │
@@ -21,9 +21,13 @@ from asyncrl.vision.layout import ImageLayout
 MAX_FILE_BYTES = 32 << 20  # of an image as it comes
 MAX_STORED_BYTES = 16 << 20  # of a prepared image, so that a message holds several
 MAX_SIDE = 16_384  # pixels of a side, as it comes
+MAX_PIXELS = 32_000_000  # as it comes; converted and scaled, such an image takes up to 500 MB for a moment
 PNG_START = b"\x89PNG\r\n\x1a\n"
 JPEG_START = b"\xff\xd8\xff"
 BIT_DEPTH_OFFSET = 24  # of the byte in a PNG file that says how many bits a channel has
+# Files come from agents and tools. Pillow's decoders of other formats are less tested, and that of EPS starts
+# Ghostscript.
+READ_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 KEPT_FORMATS = ("JPEG", "PNG")  # files of these formats are kept if nothing has to be changed
 UPRIGHT = 1  # EXIF orientation of an image that need not be turned
 EXIF_ORIENTATION = 0x0112
@@ -67,7 +71,7 @@ def prepare_image(file: bytes, layout: ImageLayout) -> StoredImage:
     import PIL.Image  # takes a moment, and most runs have no images
 
     try:
-        with PIL.Image.open(io.BytesIO(file), formats=None) as image:
+        with PIL.Image.open(io.BytesIO(file), formats=READ_FORMATS) as image:
             _check_kind(image)
             image.load()
             kept_format = image.format if image.format in KEPT_FORMATS else None
@@ -78,7 +82,8 @@ def prepare_image(file: bytes, layout: ImageLayout) -> StoredImage:
         raise ImageError("the image has too many pixels; scale it down") from None
     except PIL.UnidentifiedImageError:
         raise ImageError(
-            "the bytes are not an image file that Pillow can read; write a PNG or JPEG file"
+            f"the bytes are not an image file of a supported format ({', '.join(READ_FORMATS)}); write a PNG "
+            "or JPEG file"
         ) from None
     except Exception as error:  # decoders of Pillow raise errors of many types for damaged files
         raise ImageError(f"the image file is damaged ({one_line(error)}); write the file again") from error
@@ -98,6 +103,11 @@ def _check_kind(image: Any) -> None:
     if max(image.size) > MAX_SIDE:
         raise ImageError(
             f"the image has {image.width} x {image.height} pixels, but a side may have at most {MAX_SIDE}; "
+            "scale it down"
+        )
+    if image.width * image.height > MAX_PIXELS:
+        raise ImageError(
+            f"the image has {image.width} x {image.height} pixels, more than the allowed {MAX_PIXELS:,}; "
             "scale it down"
         )
     if min(image.size) < 1:

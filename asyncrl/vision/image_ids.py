@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 FIRST_IMAGE_ID = 1 << 30
+IMAGE_ID_END = 1 << 31  # image ids are smaller, so that rows are int32
 RUN_START = 1 << 29
 QUARTERS = 4
 QUARTER_BITS = 29
@@ -70,6 +71,23 @@ def find_runs(ids: Sequence[int] | np.ndarray) -> list[ImageRun]:
         count = int(end - start)
         if row[first] & RUN_START and count >= MIN_RUN_IDS:
             runs.append(ImageRun(first, first + count, _spelled_digest(row[first : first + QUARTERS])))
+
+    return runs
+
+
+def find_whole_runs(ids: Sequence[int]) -> list[ImageRun]:
+    """Return the runs of image ids in a row from elsewhere, in order. ValueError if an image id belongs to no
+    run, or if an id is too large for an image id."""
+    largest = max(ids, default=0)
+    if largest >= IMAGE_ID_END:
+        raise ValueError(f"{largest} is not a valid token ID")
+    if largest < FIRST_IMAGE_ID:
+        return []
+
+    runs = find_runs(ids)
+    image_id_count = np.count_nonzero(np.asarray(ids) >= FIRST_IMAGE_ID)
+    if image_id_count != sum(run.end - run.start for run in runs):
+        raise ValueError(f"image ids must begin with the first {MIN_RUN_IDS} ids of an image")
 
     return runs
 

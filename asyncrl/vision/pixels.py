@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.vision.files import ImageError
+from asyncrl.vision.files import KEPT_FORMATS, ImageError
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,19 @@ class PixelReader:
 
     def read(self, file: bytes) -> Pixels:
         """Return the patches of a stored image. ImageError if the file cannot be decoded."""
-        import PIL.Image
-
-        try:
-            with PIL.Image.open(io.BytesIO(file)) as image:
-                rgb_image = image.convert("RGB")
-        except (OSError, ValueError, SyntaxError) as error:
-            raise ImageError(f"a stored image cannot be decoded ({one_line(error)})") from error
-
-        features = self._processor(images=[rgb_image], do_resize=False, return_tensors="pt")
+        features = self._processor(images=[decode_stored(file)], do_resize=False, return_tensors="pt")
         return Pixels(features["pixel_values"], features["image_grid_thw"])
+
+
+def decode_stored(file: bytes) -> Any:
+    """Return a stored image as an RGB PIL.Image. ImageError if the file cannot be decoded."""
+    import PIL.Image
+
+    try:
+        with PIL.Image.open(io.BytesIO(file), formats=KEPT_FORMATS) as image:
+            return image.convert("RGB")
+    except Exception as error:  # decoders of Pillow raise errors of many types for damaged files
+        raise ImageError(f"a stored image cannot be decoded ({one_line(error)})") from error
 
 
 def image_size(file: bytes) -> tuple[int, int]:
@@ -61,7 +64,7 @@ def image_size(file: bytes) -> tuple[int, int]:
     import PIL.Image
 
     try:
-        with PIL.Image.open(io.BytesIO(file)) as image:
+        with PIL.Image.open(io.BytesIO(file), formats=KEPT_FORMATS) as image:
             return image.height, image.width
     except (OSError, ValueError, SyntaxError) as error:
         raise ImageError(f"a stored image cannot be decoded ({one_line(error)})") from error

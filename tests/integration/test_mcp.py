@@ -162,7 +162,8 @@ def test_a_picture_of_a_server_is_an_image_of_the_reply(shared: dict[str, Tool])
     assert drawn.content == f"red:\n{IMAGE_MARK}"
     assert [(image.width, image.height) for image in drawn.images] == [(64, 48)]
     assert (damaged.content, damaged.images) == (
-        "error: the bytes are not an image file that Pillow can read",
+        "error: the bytes are not an image file of a supported format (PNG, JPEG, WEBP, GIF, BMP, TIFF); "
+        "write a PNG or JPEG file",
         (),
     )
     assert damaged.failed

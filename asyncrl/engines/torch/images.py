@@ -20,7 +20,7 @@ import numpy as np
 from asyncrl.engines.base import EngineRefused, Request
 from asyncrl.errors import ConfigError
 from asyncrl.vision.files import ImageError
-from asyncrl.vision.image_ids import FIRST_IMAGE_ID, ImageRun, find_runs
+from asyncrl.vision.image_ids import ImageRun, find_whole_runs
 from asyncrl.vision.layout import ImageLayout, read_image_layout
 from asyncrl.vision.pixels import PixelReader, Pixels, image_size
 from asyncrl.vision.positions import rope_positions
@@ -173,12 +173,8 @@ class ImageReader:
         if self.layout is None:
             raise EngineRefused(f"{label}: the prompt has images: {self._refusal}")
 
-        ids = np.array(request.ids)
-        runs = find_runs(ids)
-        if np.count_nonzero(ids >= FIRST_IMAGE_ID) != sum(run.end - run.start for run in runs):
-            raise EngineRefused(
-                f"{label}: the prompt has image ids that do not begin with the first of an image"
-            )
+        with EngineRefused.instead_of(ValueError, text=f"{label}: the prompt has invalid ids"):
+            runs = find_whole_runs(request.ids)
 
         missing_digests = [run.digest for run in runs if run.digest not in request.images]
         if missing_digests:
@@ -189,7 +185,7 @@ class ImageReader:
         with EngineRefused.instead_of(ImageError, ConfigError, ValueError, text=label):
             sizes = {run.digest: image_size(request.images[run.digest]) for run in runs}
             grids = {digest: self.layout.grid(*size) for digest, size in sizes.items()}
-            positions = rope_positions(ids, grids)
+            positions = rope_positions(np.array(request.ids), grids)
             images = PromptImages(runs, positions, request.images, self._pixel_cache)
             images.load_pixels(kept_length)
 

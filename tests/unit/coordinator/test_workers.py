@@ -32,6 +32,7 @@ from asyncrl.types import (
     TurnReply,
     VersionSpan,
 )
+from asyncrl.vision.image_ids import DIGEST_DIGITS, image_ids
 from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights, Stop
 from asyncrl.wire.messages.trainer import Probed
@@ -53,6 +54,7 @@ from tests.unit.buffer.machine import admit, make, turn_payload
 A = b"rollout/0/a"
 B = b"rollout/1/b"
 SAMPLE = Sample(0, "s", (Message("user", "?"),), "1")
+IMAGE_IDS = image_ids("a" * DIGEST_DIGITS, 8)
 
 
 class WorkerSetup:
@@ -430,6 +432,12 @@ def test_an_end_that_cannot_be_fails_the_episode_and_nothing_else(
         (turn_payload(version=-3), "versions must not be negative: [-3]"),
         (turn_payload(ids=(1,) * 9 + (100,)), "is not a valid token ID"),
         (turn_payload(context=(100,) * 10), "is not a valid token ID"),
+        (turn_payload(taught=(100,) * 10), "is not a valid token ID"),
+        (turn_payload(context=(1,) * 9 + (1 << 31,)), "2147483648 is not a valid token ID"),
+        (turn_payload(context=(1,) * 9 + (1 << 63,)), "9223372036854775808 is not a valid token ID"),
+        (turn_payload(context=(1, *IMAGE_IDS[1:])), "image ids must begin with the first 4 ids of an image"),
+        (turn_payload(context=(1, *IMAGE_IDS[:3])), "image ids must begin with the first 4 ids of an image"),
+        (turn_payload(taught=(1, *IMAGE_IDS[1:])), "image ids must begin with the first 4 ids of an image"),
         (turn_payload(logprobs=(-0.5,) * 9 + (math.nan,)), "must be a finite number not above 0"),
         (turn_payload(logprobs=(-0.5,) * 9 + (-math.inf,)), "must be a finite number not above 0"),
         (turn_payload(logprobs=(-0.5,) * 9 + (2.0,)), "must be a finite number not above 0"),

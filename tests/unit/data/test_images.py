@@ -29,7 +29,7 @@ from asyncrl.data.rows import write_rows
 from asyncrl.data.samples import read_samples
 from asyncrl.errors import ConfigError
 from asyncrl.types import IMAGE_MARK, ImageRef, Message, Sample, ToolCall, ToolReply, readable_content
-from asyncrl.vision.files import StoredImage, image_digest, prepare_image
+from asyncrl.vision.files import StoredImage, image_digest, prepare_decoded, prepare_image
 from tests.fakes.image_data import LAYOUT, image_file
 from tools import make_geometry
 
@@ -230,7 +230,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "animated": (animation, "3 frames, but only still images are allowed; choose one frame"),
     "deep": (lambda: image_file(mode="I;16", color=7), "16 bits per channel; convert it to 8 bits"),
-    "text": (lambda: b"\xff\xd8 no image", "not an image file that Pillow can read; write a PNG or JPEG"),
+    "text": (lambda: b"\xff\xd8 no image", r"a supported format \(PNG, .*\); write a PNG or JPEG"),
     "narrow": (lambda: image_file(8_000, 10), "800 times the shorter side .*crop it"),
     "missing": ("figures/none.png", r"figures/none\.png cannot be read \(No such file.*correct the path"),
     "directory": (".", "cannot be read .Is a directory"),
@@ -316,6 +316,33 @@ def test_an_image_is_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert prepared_files == [RED, RED]  # once as bytes, once by its path
     assert split.images is not None and list(split.images) == [image_digest(RED)]
     assert len({sample.prompt for sample in split.samples}) == 1
+
+
+def test_images_that_differ_outside_of_their_pixels_stay_apart() -> None:
+    upright = PIL.Image.new("RGB", (64, 96))
+    upright.paste("red", (0, 0, 64, 48))
+    rotated = upright.copy()
+    rotated.getexif()[0x0112] = 3  # to be turned by 180 degrees
+
+    red_palette = PIL.Image.new("P", (64, 64))
+    red_palette.putpalette([255, 0, 0])
+    blue_palette = PIL.Image.new("P", (64, 64))
+    blue_palette.putpalette([0, 0, 255])
+    transparent = red_palette.copy()
+    transparent.info["transparency"] = 0
+    half_transparent = PIL.Image.new("P", (64, 64))
+    half_transparent.putpalette([255, 0, 0, 128], "RGBA")
+
+    pictures = [upright, rotated, red_palette, blue_palette, transparent, half_transparent]
+    with tempfile.TemporaryFile() as file, ImagePreparer(file, lambda: LAYOUT) as preparer:
+        refs = [preparer.submit("row 1", picture) for picture in pictures]
+        assert preparer.submit("row 2", red_palette.copy()) == refs[2]
+        messages = tuple(Message("user", IMAGE_MARK, images=(ref,)) for ref in refs)
+        (sample,) = preparer.with_final_images([Sample(0, "s", messages, "1")])
+
+    expected_refs = [prepare_decoded(picture, LAYOUT).ref for picture in pictures]
+    assert [message.images[0] for message in sample.prompt] == expected_refs
+    assert len(set(refs)) == len(pictures)
 
 
 def test_the_summary_counts_changes_and_tokens(tmp_path: Path) -> None:

@@ -394,7 +394,7 @@ async def test_requests_that_cannot_be_served_are_refused(vision: TinyVision, tm
     good = vision.ask(text(3) + picture + text(2))
     refused = {
         "which stands for images": vision.ask((1, vision.layout.placeholder, 2)),
-        "begin with the first of an image": vision.ask((1, *picture[2:], 2)),
+        "begin with the first 4 ids of an image": vision.ask((1, *picture[2:], 2)),
         f"the file of image {digest} is not among": replace(good, images={}),
         "has 6 ids instead of 3 x 3": replace(good, images={digest: vision.files[other_digest]}),
         "a stored image cannot be decoded": replace(good, images={digest: vision.files[digest][:90]}),

@@ -22,6 +22,7 @@ from asyncrl.trainer.batch import (
     with_values,
 )
 from asyncrl.types import EpisodeEnd, EpisodeResult, Generation, StopReason, TokenScores, Turn, VersionSpan
+from asyncrl.vision.image_ids import FIRST_IMAGE_ID
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 from tests.fakes.training import with_generation
 
@@ -87,6 +88,12 @@ def test_a_turn_with_another_number_of_top_tokens_is_unknown() -> None:
 def test_scores_that_do_not_fit_their_turn_are_refused(sizes: tuple[int, int, int]) -> None:
     turn = with_generation(TURNS[0], scores=TokenScores(*map(bytes, sizes)))
     with pytest.raises(ProtocolError, match="turn 0: the sizes of the scores"):
+        joined([turn])
+
+
+def test_a_sampled_image_id_is_refused() -> None:
+    turn = with_generation(TURNS[0], ids=(*TURNS[0].generation.ids[:-1], FIRST_IMAGE_ID))
+    with pytest.raises(ProtocolError, match=f"{FIRST_IMAGE_ID} is not a valid token ID"):
         joined([turn])
 
 

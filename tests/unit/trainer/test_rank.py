@@ -26,9 +26,11 @@ from asyncrl.trainer.client import HEARTBEAT_SECONDS, Stopped
 from asyncrl.trainer.performance import Stopwatch
 from asyncrl.trainer.rank import SAVE_AGAIN_SECONDS, TrainerRank
 from asyncrl.trainer.recompute import Recomputation
-from asyncrl.types import PolicyVersion
+from asyncrl.types import Generation, PolicyVersion, StopReason, Turn, VersionSpan
+from asyncrl.vision.files import image_digest
+from asyncrl.vision.image_ids import image_ids
 from asyncrl.weights.manifest import Probe
-from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
+from asyncrl.wire.messages.shared import ImageFiles, Stop, Welcome, WireMessage
 from asyncrl.wire.messages.trainer import (
     AskDevices,
     Checkpointed,
@@ -43,6 +45,7 @@ from asyncrl.wire.messages.trainer import (
     is_answer,
 )
 from asyncrl.wire.sockets import Endpoints
+from tests.fakes.image_data import image_file
 from tests.fakes.raised import BASE_EXCEPTIONS
 
 
@@ -248,6 +251,27 @@ def test_no_rank_trains_before_all_hold_their_payloads(rank: TrainerRank, clock:
     assert "the other ranks' payloads" in [
         m.waiting for m in rank.client.control.sent if isinstance(m, TrainerHeartbeat)
     ]  # type: ignore[attr-defined]
+
+
+def test_an_episode_with_a_damaged_image_is_not_trained(
+    rank: TrainerRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = [image_file(color="red"), image_file(color="blue", kind="JPEG"), image_file(color="green")]
+    files[2] = files[2][:60]
+    digests = [image_digest(file) for file in files]
+    generation = Generation((1,), (-0.5,), (VersionSpan(0, 1, 0, 0),), StopReason.STOP)
+    work: list[Any] = [
+        (SimpleNamespace(uid=f"g/{index}"), [Turn(0, (1, *image_ids(digest, 4)), generation)])
+        for index, digest in enumerate(digests)
+    ]
+
+    def answer_request(request: Any, purpose: str) -> tuple[ImageFiles, list[bytes]]:
+        return ImageFiles(request.digests), files
+
+    monkeypatch.setattr(rank.client, "request", answer_request)
+    assert rank._fetch_images(work, step=1) == dict(zip(digests[:2], files[:2], strict=True))
+    assert [trajectory.uid for trajectory, _ in work] == ["g/0", "g/1"]
+    assert f"episode g/2 is not trained: image {digests[2]} is lost or damaged" in caplog.text
 
 
 @pytest.mark.parametrize("stops", [True, False])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import PIL.Image
@@ -12,7 +14,8 @@ import pytest
 from asyncrl.types import IMAGE_MARK
 from asyncrl.vision import content as contents
 from asyncrl.vision.content import ImageFile, has_images, read_content
-from asyncrl.vision.files import ImageError, StoredImage, image_digest
+from asyncrl.vision.files import ImageError, StoredImage, image_digest, prepare_decoded
+from asyncrl.vision.layout import ImageLayout
 from tests.fakes.chat import IMAGE_LAYOUT
 
 RED = PIL.Image.new("RGB", (64, 48), "red")
@@ -92,3 +95,30 @@ def test_base64_is_bounded_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch)
     assert len(ImageFile("A" * 400).read_bytes()) == 300
     with pytest.raises(ImageError, match="more than 300 bytes"):
         ImageFile("A" * 408).read_bytes()
+
+
+def test_few_images_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding_images = threading.Semaphore(0)
+    may_end = threading.Event()
+
+    def decode(image: Any, layout: ImageLayout) -> StoredImage:
+        decoding_images.release()
+        assert may_end.wait(60)
+        return prepare_decoded(image, layout)
+
+    monkeypatch.setattr(contents, "prepare_decoded", decode)
+    with ThreadPoolExecutor(contents.MAX_DECODERS) as threads:
+        first_images = [threads.submit(read_content, RED, IMAGE_LAYOUT) for _ in range(contents.MAX_DECODERS)]
+        try:
+            for _ in first_images:
+                assert decoding_images.acquire(timeout=60)
+            monkeypatch.setattr(contents, "DECODER_SECONDS", 0.0)
+            with pytest.raises(ImageError, match="the image waited for other images for more than 0 s"):
+                read_content(ImageFile(png(RED)), IMAGE_LAYOUT)
+        finally:
+            may_end.set()
+        assert all(image.result(60).text == IMAGE_MARK for image in first_images)
+
+    for _ in range(contents.MAX_DECODERS + 1):  # a damaged image makes room for the next as well
+        with pytest.raises(ImageError, match="not an image file"):
+            read_content(ImageFile(b"damaged"), IMAGE_LAYOUT)

@@ -53,11 +53,20 @@ def test_a_file_that_needs_no_change_stays_as_it_came() -> None:
         assert (prepared.ref.height, prepared.ref.width) == (48, 64)
 
 
-def test_other_formats_become_png() -> None:
-    image = PIL.Image.fromarray(noise(48, 64))
-    prepared = prepare_image(encoded(image, "WEBP", lossless=True), LAYOUT)
+@pytest.mark.parametrize("kind", ["WEBP", "GIF", "BMP", "TIFF"])
+def test_other_formats_become_png(kind: str) -> None:
+    image = PIL.Image.fromarray(noise(48, 64)).quantize(16).convert("RGB")
+    file = encoded(image, kind, lossless=True)
+    prepared = prepare_image(file, LAYOUT)
     assert prepared.file.startswith(b"\x89PNG")
-    assert np.array_equal(decoded(prepared.file), np.asarray(image))
+    assert np.array_equal(decoded(prepared.file), np.asarray(PIL.Image.open(io.BytesIO(file)).convert("RGB")))
+
+
+def test_a_photo_with_a_preview_is_read() -> None:
+    image = PIL.Image.fromarray(noise(48, 64))
+    file = encoded(image, "MPO", save_all=True, append_images=[image.resize((32, 24))])
+    prepared = prepare_image(file, LAYOUT)
+    assert np.array_equal(decoded(prepared.file), decoded(file))
 
 
 def test_images_are_scaled_once() -> None:
@@ -131,16 +140,32 @@ PLAIN = encoded(PIL.Image.fromarray(noise(48, 64)))
     ("file", "problem"),
     [
         (b"", "not an image file"),
+        (encoded(PIL.Image.fromarray(noise(48, 64)), "EPS"), "not an image file of a supported format"),
+        (encoded(PIL.Image.fromarray(noise(48, 64)), "ICNS"), "not an image file of a supported format"),
         (b"GIF89a, in name alone", "not an image file|damaged"),
         (PLAIN[: len(PLAIN) // 2], "damaged"),
         (bomb(20_000, 20), "20000 x 20 pixels, but a side may have at most 16384"),
         (bomb(16_000, 16_000), "too many pixels"),
+        (bomb(8_000, 5_000), "8000 x 5000 pixels, more than the allowed 32,000,000; scale it down"),
         (animation(), "2 frames"),
         (encoded(DEEP), "16 bits|8 bits per channel"),
         (encoded(PIL.Image.fromarray(noise(1, 300))), "300 times the shorter side"),
         (b"\x89PNG" + bytes(40 << 20), "more than the allowed 33,554,432"),
     ],
-    ids=["empty", "no gif", "cut", "long", "large", "animated", "16 bits", "narrow", "heavy"],
+    ids=[
+        "empty",
+        "eps",
+        "icns",
+        "no gif",
+        "cut",
+        "long",
+        "large",
+        "many pixels",
+        "animated",
+        "16 bits",
+        "narrow",
+        "heavy",
+    ],
 )
 def test_bad_images_are_refused(file: bytes, problem: str) -> None:
     with pytest.raises(ImageError, match=problem):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from asyncrl.vision.image_ids import (
     ImageRun,
     collapse_runs,
     find_runs,
+    find_whole_runs,
     has_images,
     image_ids,
     largest_token_id,
@@ -44,6 +46,7 @@ def lay_out(parts: list[list[int] | tuple[str, int]]) -> tuple[list[int], list[I
 def test_a_row_spells_its_images(parts: list[list[int] | tuple[str, int]]) -> None:
     ids, runs = lay_out(parts)
     assert find_runs(ids) == runs
+    assert find_whole_runs(ids) == runs
     assert find_runs(np.array(ids, dtype=np.int32)) == runs
     assert has_images(ids) == bool(runs)
     assert all(token < 1 << 31 for token in ids)
@@ -84,3 +87,13 @@ def test_a_run_without_its_beginning_is_no_image() -> None:
     assert find_runs((5, *ids[3:])) == []
     assert find_runs((5, *ids[:3])) == []
     assert find_runs((5, *ids[:6])) == [ImageRun(1, 7, "b" * DIGEST_DIGITS)]
+
+
+def test_ids_that_spell_no_image_are_refused() -> None:
+    ids = image_ids("b" * DIGEST_DIGITS, 8)
+    for without_beginning in (ids[1:], (*ids, 5, *ids[3:]), (*ids, *ids[:3])):
+        with pytest.raises(ValueError, match="must begin with the first 4 ids of an image"):
+            find_whole_runs(without_beginning)
+    for too_large in (1 << 31, 1 << 63):
+        with pytest.raises(ValueError, match=f"{too_large} is not a valid token ID"):
+            find_whole_runs((*ids, too_large))
