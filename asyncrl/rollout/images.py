@@ -118,11 +118,13 @@ class WorkerImages:
             digest: request for digest, request in requests.items() if not request.file.done()
         }:
             now = loop.time()
-            due = {digest: request for digest, request in unanswered.items() if request.send_at <= now}
-            for request in due.values():
+            due_requests = {
+                digest: request for digest, request in unanswered.items() if request.send_at <= now
+            }
+            for request in due_requests.values():
                 request.postpone(now)  # before the await, so that no other episode sends it, too
-            if due:
-                await self._send(ImageRequest(tuple(due)))
+            if due_requests:
+                await self._send(ImageRequest(tuple(due_requests)))
 
             next_send_at = min(request.send_at for request in unanswered.values())
             await asyncio.wait(

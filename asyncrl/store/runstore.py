@@ -252,17 +252,19 @@ class RunStore:
 
     def _append_frames(self) -> None:
         """Append payloads to the segment: an image that several episodes brought in this pass once."""
-        image_places = {
-            kind: place for (_, _, kind), place in self._frame_places.items() if kind.startswith(IMAGE_KIND)
+        image_locations = {
+            kind: location
+            for (_, _, kind), location in self._frame_places.items()
+            if kind.startswith(IMAGE_KIND)
         }
         for key, payload in self._frames.items():
             if key in self._frame_places:
                 continue
             kind = key[2]
-            place = image_places.get(kind) or self._segments.append_record(payload)
-            self._frame_places[key] = place
+            location = image_locations.get(kind) or self._segments.append_record(payload)
+            self._frame_places[key] = location
             if kind.startswith(IMAGE_KIND):
-                image_places[kind] = place
+                image_locations[kind] = location
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
