@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from asyncrl.data.run_images import RunImages
 from asyncrl.store.reader import IMAGE_KIND, RunReader
 from asyncrl.store.segments import RECORD_HEADER
 from asyncrl.vision.files import image_digest
-from tests.integration.runs import ROOT, Run, once
+from tests.integration.runs import Run, once
+from tools.prepare_pictures import write_example
 
-EXAMPLE = ROOT / "examples/multiturn/images"
 TURNS = 3
 GAP = 1e-5  # nats between the engine's log-probs and the trainer's, in float32
 # A picture of its own after each turn, whatever a model says that has learned nothing yet.
@@ -47,12 +46,7 @@ class Gallery(Environment):
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example's data and its random model."""
     directory = tmp_path_factory.mktemp("images")
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        import prepare
-    finally:
-        sys.path.remove(str(EXAMPLE))
-    prepare.write_example(directory, seed=0, demonstrations=64, questions=64)
+    write_example(directory, seed=0, demonstrations=64, questions=64)
     return directory
 
 

@@ -8,7 +8,13 @@ import pytest
 
 from tests.integration.runs import Run
 
-LARGE_BATCHES = ["buffer.groups_per_batch=8", "buffer.episodes_per_group=8", "data.test=''"]
+# With 64 slots, 256 tokens are sampled at once for the trainer's test; a step of a tiny model is short.
+LARGE_BATCHES = [
+    "buffer.groups_per_batch=8",
+    "buffer.episodes_per_group=8",
+    "data.test=''",
+    "rollout.slots=64",
+]
 
 
 @pytest.mark.parametrize(
@@ -22,7 +28,7 @@ LARGE_BATCHES = ["buffer.groups_per_batch=8", "buffer.episodes_per_group=8", "da
 )
 def test_an_engine_that_lies_is_named(tmp_path: Path, lie: str, mismatch: str) -> None:
     settings = [f"engine.name=tools/faults/lies.py:{lie}", "weights.on_mismatch=stop"]
-    with Run(tmp_path, "total_steps=10", *LARGE_BATCHES, *settings) as run:
+    with Run(tmp_path, "total_steps=20", *LARGE_BATCHES, *settings) as run:
         assert run.wait() != 0
         text = run.text()
     assert mismatch in text

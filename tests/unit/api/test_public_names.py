@@ -13,7 +13,7 @@ PUBLIC = {
     *("train", "sft", "start", "dry_run", "evaluate", "open_run"),
     *("Run", "StartedRun", "RunStatus", "RunEpisode", "RunTurn", "Evaluation", "RunError", "ConfigError"),
     *("tool", "Tool", "ToolError", "Rewarded", "signature_of", "Environment", "RewardInput"),
-    *("Sample", "Message", "__version__"),
+    *("Sample", "Message", "ImageFile", "__version__"),
 }
 
 

@@ -1,6 +1,6 @@
-"""Write the example's data and its start model, in about ten seconds.
+"""Write the data of examples/multiturn/images and its start model, in about ten seconds.
 
-    python examples/multiturn/images/prepare.py --out images
+    python tools/prepare_pictures.py --out images
 
 <out>/model/                      a random Qwen3-VL of 0.3M parameters, with tokenizer and image processor
 <out>/demonstrations.parquet      conversations to imitate: often the wrong corner, read correctly
@@ -19,12 +19,14 @@ from typing import Any
 
 import PIL.Image
 import torch
-from pictures import CORNERS, Picture
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from asyncrl.data.rows import Row, verl_row, write_rows
 
-ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for examples
+from examples.multiturn.images.pictures import CORNERS, Picture
+
+ROOT = Path(__file__).resolve().parents[1]
 TEXT_MODEL = ROOT / "examples/multiturn/calculator/model"  # its tokenizer
 IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 RIGHT_CORNERS = 0.4  # of the demonstrations zoom into the corner that the question asks about
