@@ -84,7 +84,7 @@ def test_a_pin_moves_to_a_version_that_passes_its_tests(tmp_path: Path, passes: 
         )
         assert not (tmp_path / ".harnesses/codex/old").exists()
     else:
-        why = "ended by SIGTERM" if passes is None else "codex 9.9.9 does not pass the tests above"
+        why = "stopped by SIGTERM" if passes is None else "codex 9.9.9 does not pass the tests above"
         assert after == before and why in ran.stderr
         assert (tmp_path / ".harnesses/codex/old").read_text() == "old"
         assert (tmp_path / ".harnesses/requests/codex.jsonl").read_text() == "old"
