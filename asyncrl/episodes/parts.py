@@ -120,11 +120,6 @@ class EpisodeParts:
     def require_images(self) -> ImageLayout:
         """Return how the model reads images, at most `model.max_image_tokens` ids each. ConfigError says why
         it does not."""
-        if self.config.engine.remote:
-            raise ConfigError(
-                "engine: servers do not read images yet; use the embedded engine (engine=torch), or remove "
-                "the images from the data"
-            )
         layout = read_image_layout(self.config.model.path)
         max_ids = self.config.model.max_image_tokens
         if not max_ids:

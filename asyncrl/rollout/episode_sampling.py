@@ -122,7 +122,12 @@ class EpisodeSampling:
                 return generation
             scored_ids = (teacher_prefix or ids) + generation.ids
             scores = await scorer.read(
-                session, scored_ids, len(generation.ids), self.context.top_tokens, self.clock.paused
+                session,
+                scored_ids,
+                len(generation.ids),
+                self.context.top_tokens,
+                self.clock.paused,
+                await self.images.files_of(scored_ids) if has_images(scored_ids) else {},
             )
             return msgspec.structs.replace(generation, scores=scores)
 

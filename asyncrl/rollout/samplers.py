@@ -135,7 +135,7 @@ class LocalSampler:
         with self._engine_busy():
             return await self._required_engine().score(request.ids)
 
-    async def read(self, session: str, ids: tuple[int, ...], count: int, top: int, _: object) -> TokenScores:
+    async def read(self, session: str, ids: tuple[int, ...], count: int, top: int, *_: object) -> TokenScores:
         """Have the base model of the adapters score the last `count` of these ids; compare
         `ServerPool.read`."""
         await self.wait_for_version(lambda: 0)

@@ -22,7 +22,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -174,12 +174,15 @@ class ServerPool:
         count: int,
         top: int = 0,
         while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        images: Mapping[str, bytes] = {},
     ) -> TokenScores:
         """Have a scorer of this pool score the last `count` of these ids, and name the `top` likeliest tokens
-        at each of these positions. Waits for a server, within `while_waiting`, and raises, as `generate`
-        does."""
+        at each of these positions. `images`: see `Request`. Waits for a server, within `while_waiting`, and
+        raises, as `generate` does."""
         request = Request(session, ids, Sampling(0, ()))
-        return await self._first_answer(request, lambda client: client.read(ids, count, top), while_waiting)
+        return await self._first_answer(
+            request, lambda client: client.read(ids, count, top, images), while_waiting
+        )
 
     async def url(self) -> str:
         """Return the address of a server, round robin. Waits for a server, and raises, as `generate` does."""
@@ -408,17 +411,19 @@ def connector(config: RunConfig, scorer: str = "") -> Connect:
     turns, the policy's vocabulary is used."""
     from asyncrl.engines.sglang.client import SGLangClient
     from asyncrl.engines.sglang.http import ServerApi
+    from asyncrl.engines.sglang.images import PromptWriter
     from asyncrl.engines.sglang.process import server_keys
     from asyncrl.engines.sglang.server import vocabulary_size_of
 
-    model_path = config.scorers[scorer].path if scorer not in ("", "reward") else config.model.path
-    vocabulary_path = model_path if (Path(model_path) / "config.json").is_file() else config.model.path
-    vocabulary = vocabulary_size_of(vocabulary_path)
+    scorer_path = config.scorers[scorer].path if scorer not in ("", "reward") else config.model.path
+    model_path = scorer_path if (Path(scorer_path) / "config.json").is_file() else config.model.path
+    vocabulary = vocabulary_size_of(model_path)
+    prompt_writer = PromptWriter.of_model(model_path)
     api_keys = server_keys(config.engine)
 
     def connect(entry: EngineEntry, usage: EngineUse) -> SGLangClient:
         return SGLangClient(
-            ServerApi(entry.url, *api_keys), config, vocabulary, usage, salt=entry.incarnation
+            ServerApi(entry.url, *api_keys), config, vocabulary, usage, entry.incarnation, prompt_writer
         )
 
     return connect

@@ -32,13 +32,17 @@ def require_trainable_images(config: RunConfig) -> ImageLayout:
             "trainer.sequence_parallel=1"
         )
 
-    if config.scored_reference:
+    if config.scorers_lent and not config.engine.remote:
         raise ConfigError(
-            "scorers: servers do not read images yet, so they cannot score turns with images; set "
-            "kl.reference to a path, or remove the scorer"
+            f"scorers.{config.scorers_lent[0]}: the embedded engine cannot score turns with images; use "
+            "SGLang servers (engine=sglang), or set kl.reference to a path instead"
         )
 
     other_paths = {"kl.reference": config.kl.reference}
+    for name, scorer in config.scorers.items():
+        # A scorer's model may be on other machines only; a reward model reads texts.
+        if name != "reward" and (Path(scorer.path) / "config.json").is_file():
+            other_paths[f"scorers.{name}.path"] = scorer.path
     if needs_critic(config):
         other_paths["critic.path"] = config.critic.path
     for key, path in other_paths.items():

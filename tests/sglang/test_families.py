@@ -1,13 +1,16 @@
 """Today's families on real servers: log-probs are transformers' own, as the server was started, after updates
-of the text part alone by files and by deltas, and with an adapter."""
+of the text part alone by files and by deltas, with an adapter, and behind images."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import copytree
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,17 +20,26 @@ from transformers import AutoConfig
 from asyncrl.config import WeightsConfig
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
+from asyncrl.engines.sglang.images import PromptWriter
 from asyncrl.engines.sglang.loader import shapes_of
 from asyncrl.engines.sglang.served_layers import kinds_not_served, type_without_adapters
 from asyncrl.model_class import auto_class_of
-from asyncrl.types import PolicyVersion
+from asyncrl.types import Generation, PolicyVersion, StopReason
 from asyncrl.weights.delta import VersionWriter
 from asyncrl.weights.manifest import AdapterSpec
 from tests.fakes.sglang import loader_of, sglang_config
-from tests.fakes.tiny_families import FAMILIES, VISION_PREFIXES, VOCABULARY_SIZE, build_family
+from tests.fakes.sglang_process import SGLangServer
+from tests.fakes.tiny_families import (
+    FAMILIES,
+    IMAGE_TOKENS,
+    VISION_PREFIXES,
+    VOCABULARY_SIZE,
+    build_family,
+)
 from tests.fakes.weights import BUCKET_BYTES, snapshot_of
 from tests.sglang.conformance import ask, in_use, prompt
 from tests.sglang.conftest import Start
+from tests.unit.engines.tiny_images import TinyVision
 
 # Nats, in float32. Threads and batches sum in other orders: of gated delta rules gaps of 2e-6 to 1.4e-5 were
 # seen, with another sampled text each time. An adapter makes a difference of more than 1e-3, see below.
@@ -39,10 +51,38 @@ TEXT = prompt(60, "families")
 DEADLINE = 240.0  # seconds of a request: the first ones of a family compile operators
 
 
-def served_families() -> list[object]:
-    """Return the families that a CPU server takes; `make test` has one."""
-    further = ("qwen3_next", "qwen3_5_moe", "gemma3", "ministral3", "mistral3", "qwen3_vl")
-    return ["qwen3_5", *(pytest.param(family, marks=pytest.mark.full) for family in further)]
+# The families that a CPU server takes; `make test` has the first.
+SERVED_FAMILIES = ("qwen3_5", "qwen3_next", "qwen3_5_moe", "gemma3", "ministral3", "mistral3", "qwen3_vl")
+FAMILIES_WITH_IMAGES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen2_vl", "qwen2_5_vl", "glm4v")
+
+
+@dataclass
+class FamilyServer:
+    """A server that was started with a tiny random model. `adapted_kinds`: of layers for adapters."""
+
+    family: str
+    model: Path
+    adapted_kinds: list[str]
+    server: SGLangServer
+
+
+def all_but_first_full(families: tuple[str, ...]) -> list[object]:
+    return [families[0], *(pytest.param(family, marks=pytest.mark.full) for family in families[1:])]
+
+
+@pytest.fixture(scope="module")
+def family_server(
+    request: pytest.FixtureRequest, sglang_server: Start, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FamilyServer]:
+    """A server of the family that the parameter names. Tests of one family share it, in their order."""
+    family = request.param
+    model = build_family(family, tmp_path_factory.mktemp(family) / "model", mtp=bool(FAMILIES[family].mtp))
+    adapted_kinds: list[str] = []
+    if not type_without_adapters(str(model)):
+        adapted_kinds = [kind for kind in ADAPTED if kind not in kinds_not_served(str(model))]
+    server = sglang_server(model, *((*ADAPTERS, *adapted_kinds) if adapted_kinds else ()))
+    yield FamilyServer(family, model, adapted_kinds, server)
+    server.kill()
 
 
 def text_tensors(model: Path) -> dict[str, Tensor]:
@@ -118,15 +158,48 @@ def write_adapter(
     return merged_weights
 
 
-@pytest.mark.parametrize("family", served_families())
+@pytest.mark.parametrize("family_server", all_but_first_full(FAMILIES_WITH_IMAGES), indirect=True)
+async def test_images_are_read_as_transformers_reads_them(family_server: FamilyServer) -> None:
+    """Three turns: an image in the prompt, the same and another one in a tool's reply. Then the same texts
+    with other images, of which the server has the text in its cache."""
+    model_path = family_server.model
+    network = auto_class_of(AutoConfig.from_pretrained(model_path)).from_pretrained(
+        model_path, dtype=torch.float32
+    )
+    vision = TinyVision(model_path, network.eval())
+    config = sglang_config(1024, silence=DEADLINE)
+    api = ServerApi(family_server.server.url)
+    writer = PromptWriter(vision.layout)
+    image_tokens = tuple(IMAGE_TOKENS.values())
+    client = SGLangClient(api, config, VOCABULARY_SIZE, salt="images", prompt_writer=writer)
+
+    async with in_use(client):
+        for seed in (1, 2):
+            prompt_image = vision.picture(2, 3, seed)
+            reply_image = vision.picture(4, 2, seed + 10)
+            ids = (*TEXT[:5], *prompt_image, *TEXT[5:15])
+            for added_ids in ((), (*TEXT[15:18], *reply_image, *prompt_image, *TEXT[18:20]), TEXT[20:30]):
+                request = vision.ask((*ids, *added_ids), 8, f"conversation {seed}", stop_ids=image_tokens)
+                generation = await client.generate(request)
+                vision.assert_logprobs(request, generation)
+                sampled_text = tuple(token for token in generation.ids if token not in image_tokens)
+                ids = (*request.ids, *sampled_text)
+
+            answer = TEXT[30:40]
+            scores = await client.read((*ids, *answer), len(answer), 0, vision.files)
+            scored_logprobs = tuple(np.frombuffer(scores.logprobs, "<f4").tolist())
+            scored = Generation(answer, scored_logprobs, (), StopReason.LENGTH)
+            vision.assert_logprobs(vision.ask(ids), scored)
+
+
+@pytest.mark.parametrize("family_server", all_but_first_full(SERVED_FAMILIES), indirect=True)
 async def test_a_family_is_served_as_transformers_computes_it(
-    family: str, sglang_server: Start, tmp_path: Path
+    family_server: FamilyServer, tmp_path: Path
 ) -> None:
-    model = build_family(family, tmp_path / "model", mtp=bool(FAMILIES[family].mtp))
-    adapted_kinds: list[str] = []
-    if not type_without_adapters(str(model)):
-        adapted_kinds = [kind for kind in ADAPTED if kind not in kinds_not_served(str(model))]
-    server = sglang_server(model, *((*ADAPTERS, *adapted_kinds) if adapted_kinds else ()))
+    family = family_server.family
+    model = family_server.model
+    adapted_kinds = family_server.adapted_kinds
+    server = family_server.server
     gaps: dict[str, float] = {}
 
     config = WeightsConfig(mode="in_place", deadline=DEADLINE)
@@ -162,6 +235,5 @@ async def test_a_family_is_served_as_transformers_computes_it(
             gaps["with an adapter"] = largest_gap(await loader.api.score(TEXT, DEADLINE, "adapter"), expected)
             assert largest_gap(await loader.score(TEXT), expected) > 20 * GAP  # it is another model
 
-    server.kill()
     print(family, {way: f"{gap:.2g}" for way, gap in gaps.items()})
     assert max(gaps.values()) < GAP, gaps

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -23,10 +23,11 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.base import NOTHING, EngineLost, EngineRefused, Request, check_request
 from asyncrl.engines.sglang.adapters import adapter_name, is_outdated
 from asyncrl.engines.sglang.http import ServerApi, ServerGone
+from asyncrl.engines.sglang.images import TEXT_ONLY, PromptWriter
 from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, decode_event
 from asyncrl.errors import EngineError
 from asyncrl.types import NO_VERSION, Generation, PolicyVersion, StopReason, TokenScores
-from asyncrl.vision.image_ids import has_images
+from asyncrl.vision.image_ids import largest_token_id
 from asyncrl.wire.messages.worker import EngineUse
 
 SEED_MASK = (1 << 31) - 1
@@ -39,17 +40,24 @@ class SGLangClient:
 
     `vocabulary`: the number of the model's ids. `use`: totals of the server's work. `salt`: names the run's
     attachment to the server; other runs give the same labels to different weights, and the server's cache
-    outlives runs.
+    outlives runs. `prompt_writer`: writes prompts with images for the server's model.
     """
 
     def __init__(
-        self, api: ServerApi, config: RunConfig, vocabulary: int, use: EngineUse | None = None, salt: str = ""
+        self,
+        api: ServerApi,
+        config: RunConfig,
+        vocabulary: int,
+        use: EngineUse | None = None,
+        salt: str = "",
+        prompt_writer: PromptWriter = TEXT_ONLY,
     ) -> None:
         self.api = api
         self.use = use or EngineUse(api.url)
         self._config = config
         self._vocabulary = vocabulary
         self._salt = salt
+        self._prompt_writer = prompt_writer
         self._uses_adapters = config.adapters_apart
 
         self._in_place = config.update_mode == "in_place" and not self._uses_adapters
@@ -84,7 +92,6 @@ class SGLangClient:
         """Sample a turn, or the beginning of a turn (stop: ABORT). Raises EngineBusy, EngineLost when another
         server can go on, and EngineError on a request that no server can serve."""
         check_request(request, self._vocabulary, self._config.rollout.max_tokens)
-        _refuse_images(request.ids)
         remaining_room = self._config.rollout.max_tokens - len(request.ids)
         token_limit = min(remaining_room, request.sampling.max_new_tokens)
         sampling = msgspec.structs.replace(request.sampling, max_new_tokens=token_limit)
@@ -138,24 +145,26 @@ class SGLangClient:
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         """Return log-probs of ids[1:] as `Engine.score` does, with the first adapter, if there are adapters.
         Raises EngineBusy, and EngineLost when another server may have an answer."""
-        _refuse_images(ids)
         adapter = self._adapter_name_of(next(iter(self._config.adapters), ""))
         async with self._request_slot():
             return await self.api.score(ids, self._config.engine.request_timeout, adapter)
 
-    async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
-        """Score the last `count` ids, at a server whose weights never change. Raises the errors of `score`,
-        and EngineError for ids that the model does not have."""
-        _refuse_images(ids)
-        if max(ids) >= self._vocabulary:
+    async def read(
+        self, ids: tuple[int, ...], count: int, top: int, images: Mapping[str, bytes] = {}
+    ) -> TokenScores:
+        """Score the last `count` ids, at a server whose weights never change. `images`: see `Request`. Raises
+        the errors of `score`, and EngineError for ids that the model does not have."""
+        largest_id = largest_token_id(ids)
+        if largest_id >= self._vocabulary:
             raise EngineError(
-                f"token ID {max(ids)} is outside the scorer's vocabulary (size {self._vocabulary})"
+                f"token ID {largest_id} is outside the scorer's vocabulary (size {self._vocabulary})"
             )
 
         start = len(ids) - count - 1
         seconds = self._config.engine.request_timeout
+        prompt = self._prompt_writer.fields(ids, images)
         async with self._request_slot():
-            meta_info = await self.api.read(ids, seconds, start, salt=self._salt, top=top)
+            meta_info = await self.api.read(ids, seconds, start, salt=self._salt, top=top, prompt=prompt)
 
         self.use.requests += 1
         self.use.prompt_tokens += meta_info.prompt_tokens
@@ -205,7 +214,7 @@ class SGLangClient:
         sampling = request.sampling
         body: dict[str, Any] = {
             "rid": uuid.uuid4().hex,
-            "input_ids": request.ids,
+            **self._prompt_writer.fields(request.ids, request.images),
             "sampling_params": {
                 "max_new_tokens": sampling.max_new_tokens,
                 "temperature": sampling.temperature,
@@ -252,11 +261,6 @@ class SGLangClient:
         return EngineLost(
             f"server {self.api.url}: {reason}", NOTHING if stream is None else _good_part(stream)
         )
-
-
-def _refuse_images(ids: tuple[int, ...]) -> None:
-    if has_images(ids):
-        raise EngineRefused("servers do not read images yet; use the embedded engine (engine=torch)")
 
 
 def _good_part(stream: StreamedTurn) -> Generation:

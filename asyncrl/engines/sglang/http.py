@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, Literal, TypeVar
 
@@ -186,13 +186,22 @@ class ServerApi(HttpTransport):
         )
 
     async def read(
-        self, ids: tuple[int, ...], seconds: float, start: int, *, salt: str, top: int = 0, adapter: str = ""
+        self,
+        ids: tuple[int, ...],
+        seconds: float,
+        start: int,
+        *,
+        salt: str,
+        top: int = 0,
+        adapter: str = "",
+        prompt: Mapping[str, Any] | None = None,
     ) -> MetaInfo:
         """Have the server read `ids`. Returns entries of ids[start:], the first without a log-prob, later
         entries at temperature 1, with the `top` likeliest tokens at each position. KV up to `start` from
-        earlier calls with the same `salt` is used again."""
+        earlier calls with the same `salt` is used again. `prompt`: the fields of the request for ids with
+        images, see `PromptWriter`."""
         body: dict[str, Any] = {
-            "input_ids": ids,
+            **(prompt or {"input_ids": ids}),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": start,
@@ -205,7 +214,7 @@ class ServerApi(HttpTransport):
         meta_info = decode_event(await self.generate_whole(body, seconds)).meta_info
         scored_ids = [entry.id for entry in meta_info.input_token_logprobs]
         expected_ids = ids[start:]
-        # A server names the last id of its vocabulary 0, beside its own log-prob.
+        # A server names the last id of its vocabulary, and the ids of images, 0, beside their own log-probs.
         if len(scored_ids) != len(expected_ids) or any(
             scored_id not in (expected_id, 0)
             for scored_id, expected_id in zip(scored_ids, expected_ids, strict=True)

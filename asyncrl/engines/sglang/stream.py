@@ -157,6 +157,12 @@ class StreamedTurn:
             raise EngineError(f"{lost_tokens} of {total_tokens} tokens are missing from the server's stream")
 
         self.prompt_tokens = max(self.prompt_tokens, meta.prompt_tokens)
+        if self.request.images and self.prompt_tokens not in (0, len(self.request.ids)):
+            raise EngineRefused(
+                f"the server read a prompt with images as {self.prompt_tokens} tokens instead of "
+                f"{len(self.request.ids)}: its image processor scales images that are scaled already; start "
+                "it with the preprocessor_config.json of model.path"
+            )
         self.cached_tokens = max(self.cached_tokens, meta.cached_tokens)
         self.retractions = max(self.retractions, meta.num_retractions)
         self._seen_labels.add(meta.weight_version)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -61,10 +63,11 @@ class HttpTransport:
         """Send a request and return the body of a successful answer; a refusal raises `failure`."""
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         headers = _CLOSE_CONNECTION | (self._admin_headers if admin else self._api_headers)
+        payload = None if body is None else await _json_payload(body)
 
         with self._as_server_gone(f"{method} {path}", f"{seconds:g} s"):
             async with self._open_session().request(
-                method, self.url + path, json=body, headers=headers, timeout=timeout
+                method, self.url + path, data=payload, headers=headers, timeout=timeout
             ) as response:
                 content = await response.read()
 
@@ -89,10 +92,11 @@ class HttpTransport:
         `silence` seconds."""
         read_timeout = None if self._server_asleep else silence
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=read_timeout)
+        payload = await _json_payload(body)
 
         with self._as_server_gone(f"POST {path}", f"{silence:g} s"):
             response = await self._open_session().post(
-                self.url + path, json=body, headers=self._api_headers, timeout=timeout
+                self.url + path, data=payload, headers=self._api_headers, timeout=timeout
             )
 
         try:
@@ -131,9 +135,7 @@ class HttpTransport:
         if self._http_session is None:
             # No limit here: the client limits its streams, and an abort must not queue behind streams.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
-            self._http_session = aiohttp.ClientSession(
-                connector=connector, json_serialize=lambda body: msgspec.json.encode(body).decode()
-            )
+            self._http_session = aiohttp.ClientSession(connector=connector)
         return self._http_session
 
     @contextmanager
@@ -195,6 +197,14 @@ def error_text(content: bytes) -> str:
             answer = answer[key]
 
     return " ".join(str(answer).split())[:300]
+
+
+async def _json_payload(body: Any) -> aiohttp.BytesIOPayload:
+    """Return a body as JSON. Files of images become base64 text, in a thread: a large one takes
+    milliseconds."""
+    has_files = isinstance(body, dict) and "image_data" in body
+    content = await asyncio.to_thread(msgspec.json.encode, body) if has_files else msgspec.json.encode(body)
+    return aiohttp.BytesIOPayload(io.BytesIO(content), content_type="application/json")
 
 
 def _bearer_headers(key: str) -> dict[str, str]:
