@@ -51,6 +51,13 @@ class PromptWriter:
 
         if self.layout is None:
             raise EngineRefused(f"the prompt has images: {self._refusal}")
+        # A server looks for images behind other tokens; its request handler fails where there is none.
+        image_ends = {0, *(run.end for run in runs)}
+        if any(run.start in image_ends for run in runs):
+            raise EngineRefused(
+                "the prompt has an image right at the beginning or right after another image, where servers "
+                "do not find it; use a chat template that writes a token before each image"
+            )
         missing_digests = [run.digest for run in runs if run.digest not in files]
         if missing_digests:
             raise EngineRefused(f"the request does not bring the file of image {missing_digests[0]}")

@@ -52,14 +52,14 @@ def ask_with_images(ids: tuple[int, ...]) -> Request:
 
 
 async def test_a_server_gets_one_placeholder_and_one_file_for_each_image() -> None:
-    ids = (5, *PNG_IDS, 6, *JPEG_IDS, *PNG_IDS, 7)
+    ids = (5, *PNG_IDS, 6, *JPEG_IDS, 8, *PNG_IDS, 7)
     async with connected(PromptWriter(LAYOUT)) as (script, client):
         script.streams(event([3], 1, finish=LENGTH, prompt_tokens=len(ids)), DONE)
         generation = await client.generate(ask_with_images(ids))
 
     assert generation.ids == (3,)
     [(_, body, _)] = script.requests
-    assert body["input_ids"] == [5, PLACEHOLDER, 6, PLACEHOLDER, PLACEHOLDER, 7]
+    assert body["input_ids"] == [5, PLACEHOLDER, 6, PLACEHOLDER, 8, PLACEHOLDER, 7]
     sent_files = [base64.b64decode(text) for text in body["image_data"]]
     assert sent_files == [FILES[PNG_DIGEST], FILES[JPEG_DIGEST], FILES[PNG_DIGEST]]
 
@@ -78,9 +78,18 @@ async def test_a_server_that_scales_images_again_is_refused() -> None:
         (PromptWriter(LAYOUT), (5, PLACEHOLDER, 6), "the token 9, which stands for images"),
         (PromptWriter(LAYOUT), (5, *PNG_IDS[2:], 6), "must begin with the first 4 ids of an image"),
         (PromptWriter(LAYOUT), (5, *image_ids("0" * 29, 4)), f"the file of image {'0' * 29}"),
+        (PromptWriter(LAYOUT), (*PNG_IDS, 6), "right at the beginning"),
+        (PromptWriter(LAYOUT), (5, *PNG_IDS, *JPEG_IDS), "right after another image"),
         (TEXT_ONLY, (5, *PNG_IDS), "the prompt has images: the model reads text only"),
     ],
-    ids=["a placeholder", "a cut image", "a missing file", "a model of text"],
+    ids=[
+        "a placeholder",
+        "a cut image",
+        "a missing file",
+        "an image first",
+        "adjacent images",
+        "a model of text",
+    ],
 )
 async def test_a_prompt_that_no_server_can_read_is_not_sent(
     writer: PromptWriter, ids: tuple[int, ...], reason: str
