@@ -121,6 +121,12 @@ class EpisodeParts:
         """Return how the model reads images, at most `model.max_image_tokens` ids each. ConfigError says why
         it does not."""
         layout = read_image_layout(self.config.model.path)
+        if self.config.engine.remote and layout.scaling != "qwen":
+            raise ConfigError(
+                f"engine: for {self.config.model.path}, SGLang servers tokenize prompts with images again, "
+                "perhaps into other tokens than the trainer's; use the embedded engine (engine=torch), or a "
+                "model of the Qwen family"
+            )
         max_ids = self.config.model.max_image_tokens
         if not max_ids:
             return layout

@@ -201,6 +201,7 @@ QWEN_VISION: Sizes = {
     "out_hidden_size": 64,
     "num_position_embeddings": 16,
 }
+QWEN3_5_VISION = QWEN_VISION | {"deepstack_visual_indexes": []}  # for SGLang, which has another default
 QWEN_TOKENS: Sizes = {
     "image_token_id": IMAGE_TOKEN,
     "video_token_id": IMAGE_TOKENS["<|video_pad|>"],
@@ -338,7 +339,7 @@ FAMILIES: dict[str, Family] = {
         "Qwen3.5-4B",
         "qwen3_5",
         gated_delta_text(rope_parameters=QWEN3_5_ROPE, tie_word_embeddings=True),
-        parts={"vision_config": QWEN_VISION, "tie_word_embeddings": True, **QWEN_TOKENS},
+        parts={"vision_config": QWEN3_5_VISION, "tie_word_embeddings": True, **QWEN_TOKENS},
         preprocessor=QWEN_PREPROCESSOR,
         mtp="head",
     ),
@@ -346,7 +347,7 @@ FAMILIES: dict[str, Family] = {
         "Qwen3.5-35B-A3B",
         "qwen3_5_moe",
         gated_delta_text(**QWEN_EXPERTS, rope_parameters=QWEN3_5_ROPE, tie_word_embeddings=False),
-        parts={"vision_config": QWEN_VISION, "tie_word_embeddings": False, **QWEN_TOKENS},
+        parts={"vision_config": QWEN3_5_VISION, "tie_word_embeddings": False, **QWEN_TOKENS},
         preprocessor=QWEN_PREPROCESSOR,
         rename=hub_fused_experts,
         mtp="head",

@@ -37,6 +37,7 @@ STAGES = (
     ("test_adapters",),
     ("test_scorers",),
     ("test_training",),
+    ("test_images",),
     ("test_shifts",),
     ("test_families",),
 )

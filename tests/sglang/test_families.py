@@ -55,7 +55,7 @@ DEADLINE = 240.0  # seconds of a request: the first ones of a family compile ope
 
 # The families that a CPU server takes; `make test` has the first.
 SERVED_FAMILIES = ("qwen3_5", "qwen3_next", "qwen3_5_moe", "gemma3", "ministral3", "mistral3", "qwen3_vl")
-FAMILIES_WITH_IMAGES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "glm4v")
+FAMILIES_WITH_IMAGES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
 
 
 @dataclass
