@@ -428,9 +428,9 @@ class WeightsKeys(TypedDict, total=False):
     rolling: bool
     """Update servers one after another, so that generation never stops on all servers at once."""
     on_mismatch: Literal["replace", "stop", "warn"]
-    """What happens if an engine's log-probs of random texts differ from the trainer's by more than
-    rounding explains: `replace` its process once, then stop; `stop` the run with a checkpoint; or only
-    `warn`."""
+    """What happens if an engine's log-probs or samples differ from the trainer's model by more than
+    rounding and chance explain: `replace` its process once, then stop; `stop` the run with a checkpoint;
+    or only `warn`."""
     adapters: Literal["auto"] | bool
     """Publish LoRA adapters alone, to be loaded alongside the model (true), or merged into its weights,
     which lets servers sample faster (false). auto: alone for the embedded engine, and for servers started

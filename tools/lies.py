@@ -1,13 +1,14 @@
 """Engines that lie, honest engines, and a reward that one answer games: what a run says of each, and when.
 
-    python tools/lies.py                              # all: 70 minutes on two very busy cores
+    python tools/lies.py > table.md                   # all: 70 minutes on two very busy cores
     python tools/lies.py --only top_p float32         # some of them
 
 Each lie (tools/faults/lies.py: embedded engines; tools/faults/sglang_lies.py: SGLang servers) trains the
 calculator demo with `weights.on_mismatch=stop`: the run must stop within `--steps` steps and name the engine.
 Each honest run must complete without a mismatch, after at least HONEST_TOKENS sampled tokens of its engines
-were tested. The gamed reward must raise an alert, and the honest reward must not. Prints a table, which
-docs/background/reliability.md takes. Exits non-zero when something does not hold.
+were tested. The gamed reward must raise an alert, and the honest reward must not. Prints the table of
+docs/dev/faults.md, a line after each run; progress and problems go to standard error. Exits non-zero when
+something does not hold.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent / "bench"))
 
-from common import ROOT, SINGLE_THREAD, rows, summary, table
+from common import ROOT, SINGLE_THREAD, rows, summary, table, table_line
 
 from asyncrl.observe.alerts import find_alerts
 from asyncrl.observe.metrics import Row
@@ -228,7 +229,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
 
-    lines: list[list[str]] = []
+    header = ["engine", "named at", "probe gap", "token gap", "surprisal z (tokens)", "what the run says"]
+    print(table(header, []), flush=True)
+
     failures: list[str] = []
     with TemporaryDirectory() as directory:
         for name in args.only or cases():
@@ -239,15 +242,16 @@ def main() -> int:
                 problem, measured = train_with_engine(Path(directory), name, args.steps)
 
             description = cases()[name].description
-            lines.append([f"honest: {description}" if name in HONEST else description, *measured])
-            print(f"{time.monotonic() - started_at:.0f} s", lines[-1], problem, flush=True)
+            print(
+                table_line([f"honest: {description}" if name in HONEST else description, *measured]),
+                flush=True,
+            )
+            print(f"{name}: {time.monotonic() - started_at:.0f} s {problem}", file=sys.stderr, flush=True)
             if problem:
                 failures.append(f"{name}: {problem}")
 
-    header = ["engine", "named at", "probe gap", "token gap", "surprisal z (tokens)", "what the run says"]
-    print(table(header, lines))
     if failures:
-        print("not as expected:", *failures, sep="\n  ")
+        print("not as expected:", *failures, sep="\n  ", file=sys.stderr)
     return 1 if failures else 0
 
 

@@ -261,9 +261,9 @@ class EngineHandler:
         waits = list[str]()
         for peer, engine in self.versions.engines.items():
             if not self.mismatches.may_load(peer):
-                waits.append(f"{engine.name} is to be replaced, as it differs from the trainer")
+                waits.append(f"{engine.name} waits to be replaced, because it differs from the trainer")
             elif engine.uncompared or not self.mismatches.may_sample(peer):
-                waits.append(f"{engine.name} is to be compared with the trainer first")
+                waits.append(f"{engine.name} waits to be compared with the trainer")
         return waits
 
     @property

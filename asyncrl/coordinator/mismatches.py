@@ -206,9 +206,9 @@ class Mismatches:
         text = describe_samples(name, version.step, test)
         if has_wrong_logprobs:
             text = (
-                f"{name} reports different log-probs from the trainer's: those of {gap.tokens:,} tokens that "
-                f"it sampled up to v{version.step} differ by {gap.mean_of_medians:.3g} nats (mean of "
-                f"medians); rounding explains at most {largest_gap:.2g}"
+                f"{name} reports log-probs that differ from the trainer's: for {gap.tokens:,} tokens that it "
+                f"sampled up to v{version.step}, by {gap.mean_of_medians:.3g} nats (mean of medians); "
+                f"rounding explains at most {largest_gap:.2g}"
             )
         return self._act_on(peer, name, "samples", text)
 
@@ -248,7 +248,7 @@ class Mismatches:
 
         text = (
             f"{name} does not sample independently: {evidence.equal_count} of {len(message.sequences)} "
-            f"sequences that it sampled with v{message.version.step} are equal to another one with the same "
+            f"sequences sampled with v{message.version.step} repeat the first sequence sampled for the same "
             "prompt; it may use one seed for all requests"
         )
         return self._act_on(peer, name, "independence", text)
@@ -371,8 +371,9 @@ class Mismatches:
             self._replacements[peer] = Replace(role, text, incarnation)
             log.error("replacing %s", name)
         else:
-            again = " again, after it was replaced" if (name, comparison) in self._replaced else ""
-            self.fatal = f"{text}{again}; {ADVICE}"
+            is_repeated = (name, comparison) in self._replaced
+            repetition = "; replacing its process once did not help" if is_repeated else ""
+            self.fatal = f"{text}{repetition}; {ADVICE}"
         return False
 
 
@@ -427,7 +428,7 @@ def equality_evidence(sequences: Sequence[SampledSequence]) -> EqualityEvidence:
 
 ADVICE = (
     "check that the engines serve the model of model.path in model.dtype, with a KV cache of that dtype, and "
-    "in float32 without TF32 (docs/guides/gpus.md); to train on their samples all the same, for example if "
+    "without TF32 if that is float32 (docs/guides/gpus.md); to train on their samples anyway, for example if "
     "the engines are quantized on purpose, set weights.on_mismatch=warn"
 )
 
@@ -441,16 +442,16 @@ def describe_samples(name: str, step: int, test: SurprisalTest) -> str:
         comparison = "more"
         cause = "it may sample at a higher temperature, or with a penalty"
     return (
-        f"{name} does not sample from the trainer's distribution: up to v{step} its samples are {comparison} "
-        f"surprising than that distribution's: z = {test.z:.1f} over {test.tokens:,} tokens; {cause}"
+        f"{name} does not sample from the trainer's distribution: its samples up to v{step} are {comparison} "
+        f"surprising than the trainer's would be (z = {test.z:.1f} over {test.tokens:,} tokens); {cause}"
     )
 
 
 def describe_gap(name: str, step: int, gap: ProbeGap) -> str:
     """Describe an engine's mismatch, with its size."""
     return (
-        f"{name} computes a different model from the trainer: its log-probs of v{step} differ by "
-        f"{gap.median:.3g} nats in the median (mean {gap.mean:.3g}, largest {gap.largest:.3g}) over "
-        f"{gap.tokens} tokens of the probe; the limits are {gap_limit(gap.rounding.median):.2g} (median) and "
-        f"{mean_limit(gap.rounding):.2g} (mean); it may hold other weights, or compute in another dtype"
+        f"{name} reports log-probs that differ from the trainer's: for {gap.tokens} tokens of the probe at "
+        f"v{step}, by a median of {gap.median:.3g} nats (mean {gap.mean:.3g}, largest {gap.largest:.3g}); "
+        f"rounding explains a median of at most {gap_limit(gap.rounding.median):.2g} and a mean of at most "
+        f"{mean_limit(gap.rounding):.2g}; the engine may have other weights, or compute in another dtype"
     )

@@ -151,7 +151,7 @@ DRIFTS = {
     ),
     "episodes reach limits": Drift(
         metrics=tuple(f"rollout/end/{end}" for end in LIMIT_ENDS),
-        phrase="of the episodes ended by a limit",
+        phrase="of the episodes were cut off by a limit",
         least=0.25,
         conditions=tuple(("end", "=", end) for end in LIMIT_ENDS),
     ),

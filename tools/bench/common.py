@@ -92,5 +92,8 @@ def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
 
 def table(header: list[str], lines: list[list[str]]) -> str:
     """A Markdown table, ready for docs."""
-    out = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(out + ["| " + " | ".join(line) + " |" for line in lines])
+    return "\n".join([table_line(header), "|" + "---|" * len(header), *map(table_line, lines)])
+
+
+def table_line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -5,8 +5,9 @@
 A random Qwen2 (251M parameters with the defaults) under FSDP2, on one rank and one thread, as in a run:
 masters in float32, exported as `--dtype`. In turns, each `--repeats` times: "memcpy" copies one flat tensor
 of all parameters into one of the exported type; "publish" is `Publishing.publish`, all that the trainer
-waits for at each version; "probe" is the forward that scores the probe, when an engine was started and
-every PROBE_EVERY steps. Medians of CPU time: on one thread that is the wall time of a quiet machine.
+waits for at each version; "probe" is `Publishing.score_probe`: the forwards that score the probe and its
+rounding, when an engine was started and at most every PROBE_INTERVAL steps. Medians of CPU time: on one
+thread that is the wall time of a quiet machine.
 """
 
 from __future__ import annotations

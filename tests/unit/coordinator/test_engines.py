@@ -322,7 +322,7 @@ def test_two_servers_that_are_both_wrong_are_replaced_at_once_and_serve_again(tm
         gap = ProbeGap(1.0, 1.0, 1.0, tokens=512, rounding=ROUNDING)
         setup.ack(peer, ref, probe_gap=gap)
     assert setup.handler.comparison_waits == [
-        f"engine {index} is to be replaced, as it differs from the trainer" for index in range(2)
+        f"engine {index} waits to be replaced, because it differs from the trainer" for index in range(2)
     ]
     assert setup.handler.missing_server and setup.pushed(2.0) == {}
     assert [peer for peer, *_ in setup.handler.mismatches.due_replacements(2.0, ())] == [A, B]
@@ -334,7 +334,7 @@ def test_two_servers_that_are_both_wrong_are_replaced_at_once_and_serve_again(tm
     for peer in successors:
         setup.ack(peer, ref, uncompared=True)
     assert setup.handler.comparison_waits == [
-        f"engine {index} is to be compared with the trainer first" for index in range(2)
+        f"engine {index} waits to be compared with the trainer" for index in range(2)
     ]
     assert setup.handler.missing_server
     for peer in successors:

@@ -278,7 +278,8 @@ class Play:
     def is_stopped(self) -> bool:
         """True once an engine is wrong again after it was replaced: the run has to stop."""
         fatal = self.coordinator.engines.mismatches.fatal
-        assert not fatal or (self.coordinator.lifecycle.ending and "again, after it was replaced" in fatal)
+        assert not fatal or "replacing its process once did not help" in fatal
+        assert not fatal or self.coordinator.lifecycle.ending
         return bool(fatal)
 
     def check(self) -> None:

@@ -53,7 +53,7 @@ def flat_run(seed: int, questions: int = 128) -> HonestRun:
         ("answers are empty", "rollout/answer/empty_frac", 0.9, "90% of the answers are empty ("),
         ("answers refuse", "rollout/answer/refusal_frac", 0.9, "90% of the answers begin with a refusal"),
         ("text repeats", "rollout/repeated_frac/mean", 0.8, "80% of the model's tokens repeat"),
-        ("episodes reach limits", "rollout/end/length", 0.9, "90% of the episodes ended by a limit"),
+        ("episodes reach limits", "rollout/end/length", 0.9, "90% of the episodes were cut off by a limit"),
     ],
 )
 def test_a_share_that_jumps_with_the_reward_is_an_alert_unless_held_out_success_rose(
