@@ -53,6 +53,18 @@ class Layout(NamedTuple):
     decoding_groups: int
 
 
+class RopePositions(torch.Tensor):
+    """Positions [3, 1, N] in time, height and width. While a step is recorded, sizes of tensors are traced
+    values, and models branch on the first of these, which a recording refuses: here it is a plain number.
+    Results of operations are plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return (3, *self.size()[1:])  # type: ignore[return-value]  # a torch.Size would be traced again
+
+
 class ChunkImages(NamedTuple):
     """What the chunks of a step read beside their ids, if a prompt has images. `rope_positions` [3, tokens of
     the chunks]: positions in time, height and width. `pixels`: the patches of the images among these tokens,
@@ -176,6 +188,8 @@ class KVCache:
                     "image_grid_thw": images.pixels.grids,
                 }
 
+        if self.rope_offsets is not None:
+            position_ids = position_ids.as_subclass(RopePositions)
         output = self.model(
             input_ids=input_ids[None],
             position_ids=position_ids,

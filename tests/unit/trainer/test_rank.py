@@ -188,7 +188,7 @@ def test_a_wait_that_is_over_is_withdrawn_before_the_rank_computes(
     rank.client._poller = SimpleNamespace(wait=lambda seconds: computes("it waits"))  # type: ignore[assignment]
     monkeypatch.setattr(module, "try_largest", lambda learner: computes("it tries"))
     monkeypatch.setattr(rank, "_publish_probe", lambda: computes("it scores"))
-    monkeypatch.setattr(rank, "_train_part", lambda plan, work, image_files: computes("it trains"))
+    monkeypatch.setattr(rank, "_train_part", lambda plan, work: computes("it trains"))
     monkeypatch.setattr(rank, "_save_last", stopped)
     with pytest.raises(Stopped):
         rank.loop()
@@ -246,8 +246,8 @@ def test_no_rank_trains_before_all_hold_their_payloads(rank: TrainerRank, clock:
     rank.client._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
     rank.client.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
     rank.client.control.receive = lambda timeout: None  # type: ignore[method-assign]
-    plan, work, image_files = rank._take_plan(0)
-    assert (plan.kind, work, image_files, [*looks]) == ("step", [], {}, [])
+    plan, work = rank._take_plan(0)
+    assert (plan.kind, work, [*looks]) == ("step", [], [])
     assert "the other ranks' payloads" in [
         m.waiting for m in rank.client.control.sent if isinstance(m, TrainerHeartbeat)
     ]  # type: ignore[attr-defined]
