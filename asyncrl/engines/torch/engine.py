@@ -247,9 +247,7 @@ class TorchEngine:
             prompt_images = await self._read_images(request)
             assert prompt_images is not None, "nothing releases the session of a scored row"
 
-        scores = await self._compute_in_thread(
-            partial(self._score, ids, len(ids) - 1, images=prompt_images)
-        )
+        scores = await self._compute_in_thread(partial(self._score, ids, len(ids) - 1, images=prompt_images))
         return tuple(np.frombuffer(scores.logprobs, "<f4").tolist())
 
     async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:

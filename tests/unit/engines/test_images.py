@@ -25,7 +25,7 @@ from asyncrl.engines.torch.engine import TorchEngine
 from asyncrl.engines.torch.images import PixelCache, PromptImages
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, PolicyVersion, StopReason
-from asyncrl.vision.image_ids import ImageRun, find_runs, has_images, image_ids
+from asyncrl.vision.image_ids import FIRST_IMAGE_ID, ImageRun, find_runs, has_images, image_ids
 from asyncrl.vision.pixels import PixelReader
 from asyncrl.vision.positions import rope_positions
 from asyncrl.weights.adapters import Adapters
@@ -426,9 +426,10 @@ async def test_requests_that_cannot_be_served_are_refused(vision: TinyVision, tm
     for reason, request in refused.items():
         with pytest.raises(EngineRefused, match=reason):
             await engine.generate(request)
-    for call in (engine.score(good.ids), engine.read(good.ids, 2, 1)):
-        with pytest.raises(EngineRefused, match="scores texts without images only"):
-            await call
+    with pytest.raises(EngineRefused, match="reads turns without images only"):
+        await engine.read(good.ids, 2, 1)
+    with pytest.raises(EngineRefused, match=f"the file of image {digest} is not among"):
+        await engine.score(good.ids)
     vision.assert_logprobs(good, await engine.generate(good))
     await engine.close()
 
@@ -436,6 +437,22 @@ async def test_requests_that_cannot_be_served_are_refused(vision: TinyVision, tm
     with pytest.raises(EngineRefused, match="has images: the model reads text only"):
         await text_engine.generate(replace(ask((1, *picture)), images=vision.files))
     await text_engine.close()
+
+
+async def test_rows_with_images_are_scored(vision_of_family: TinyVision):
+    vision = vision_of_family
+    engine = vision.serve()
+    ids = text(3) + vision.picture(2, 3) + text(5, 1) + vision.picture(3, 2, 1) + text(2, 2)
+    expected = vision.model(**vision.arguments(ids), use_cache=False).logits[0].log_softmax(-1)
+    scored_ids = [index for index, token in enumerate(ids) if index and token < FIRST_IMAGE_ID]
+    logprobs = await engine.score(ids, vision.files)
+    torch.testing.assert_close(
+        torch.tensor([logprobs[index - 1] for index in scored_ids]),
+        torch.stack([expected[index - 1, ids[index]] for index in scored_ids]).detach(),
+        **ROUNDING,
+    )
+    assert len(await engine.score(text(7))) == 6
+    await engine.close()
 
 
 async def test_a_missing_processor_refuses_images_alone(vision: TinyVision):
