@@ -128,9 +128,10 @@ class ImagePixels:
         digests = list(dict.fromkeys(run.digest for run in sized_runs))
         damaged: dict[str, str] = {}
         for start in range(0, len(digests), READ_AHEAD):
-            self.prefetch(digests[start : start + READ_AHEAD])
-            self._await_reads(digests[start : start + READ_AHEAD])
-            for digest in digests[start : start + READ_AHEAD]:
+            next_digests = digests[start : start + READ_AHEAD]
+            self.prefetch(next_digests)
+            self._await_reads(next_digests)
+            for digest in next_digests:
                 try:
                     self._keep_pixels(digest)
                 except ImageError as error:
