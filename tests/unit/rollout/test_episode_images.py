@@ -231,7 +231,7 @@ def test_an_agent_with_images_goes_on_after_a_crash() -> None:
     assert posted_images(resumed) == [(Generated, [BLUE_DIGEST])]
 
 
-def test_an_episode_whose_image_is_lost_starts_again_as_often_as_it_may(
+def test_an_episode_whose_image_is_lost_starts_again_within_its_retries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def lose(worker_images: WorkerImages, digests: Sequence[str]) -> dict[str, bytes]:
