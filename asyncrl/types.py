@@ -83,6 +83,7 @@ class FailReason(enum.StrEnum):
     TESTS_FAILED_TO_RUN = "tests_failed_to_run"  # not even on the task's untouched image
     MISALIGNED = "misaligned"  # a prompt did not extend the earlier tokens
     PROMPT_TOO_LONG = "prompt_too_long"
+    IMAGE_LOST = "image_lost"  # a stored image cannot be read any more: the episode starts again
     DEADLINE = "deadline"  # the episode's wall-clock limit, before the end of the first turn
     # Losses, which do not count as retries (rollout.retries):
     WORKER_LOST = "worker_lost"

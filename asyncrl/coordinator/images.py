@@ -11,9 +11,12 @@ from collections.abc import Sequence
 
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.data.run_images import RunImages
-from asyncrl.errors import ProtocolError
+from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.store.schema import StoreError
+from asyncrl.types import Turn
 from asyncrl.vision.files import MAX_STORED_BYTES, image_digest, is_image_file
+from asyncrl.vision.image_ids import has_images
+from asyncrl.vision.layout import read_image_layout
 from asyncrl.wire.messages.shared import ImageFiles, ImageRequest
 
 
@@ -24,6 +27,11 @@ class ImageHandler:
         self._store = state.journal.store
         self._outbox = state.journal.outbox
         self._images = RunImages.open(state.run_dir, self._store.reader)
+        try:
+            read_image_layout(state.config.model.path)
+            self._refusal = ""
+        except ConfigError as error:
+            self._refusal = str(error)
 
     def send_files(self, peer: bytes, message: ImageRequest) -> None:
         """Send the files that a peer asks for."""
@@ -37,6 +45,12 @@ class ImageHandler:
                 frames.append(file)
 
         self._outbox.to_bulk(peer, ImageFiles(message.digests, tuple(lost)), frames)
+
+    def check_turn(self, uid: str, turn: Turn) -> None:
+        """Check that the model reads images if a turn has any: a trainer rank could not go on. ProtocolError
+        if not. The trainer compares the files with the ids, and leaves out episodes in which they differ."""
+        if self._refusal and (has_images(turn.context) or has_images(turn.taught)):
+            raise ProtocolError(f"episode {uid}, turn {turn.index}: image ids, but {self._refusal}")
 
     def store_files(self, uid: str, turn: int, files: Sequence[bytes]) -> None:
         """Store the files that came with a turn, or with the replies to a turn. ProtocolError for a frame

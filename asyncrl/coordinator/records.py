@@ -195,6 +195,7 @@ class RecordHandler:
         frame, *image_files = _frames_with_first(frames)
         turn = decode_turn(frame)
         check_turn(episode.uid, turn, episode.rows, self.fleet.vocabulary)
+        self.images.check_turn(episode.uid, turn)
         check_logprobs(f"episode {episode.uid}, turn {turn.index}", turn.generation)
         if turn.index != message.turn:
             raise ProtocolError(f"episode {episode.uid}: expected turn {message.turn}, got turn {turn.index}")

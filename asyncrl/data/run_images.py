@@ -12,8 +12,14 @@ from asyncrl.store.schema import StoreError
 SPLITS = ("train", "test")
 
 
+def open_data_images(run_dir: Path) -> list[StoredImages]:
+    """Open the images of a run's data. ConfigError for an unreadable file."""
+    opened_images = (open_images(run_dir, split) for split in SPLITS)
+    return [images for images in opened_images if images is not None]
+
+
 class RunImages:
-    """The files of images by digest. `reader`: of the run's store."""
+    """The files of images by digest. `data_images`: of the run's data; `reader`: of the run's store."""
 
     def __init__(self, data_images: Sequence[StoredImages], reader: RunReader) -> None:
         self._data_images = data_images
@@ -22,8 +28,7 @@ class RunImages:
     @classmethod
     def open(cls, run_dir: Path, reader: RunReader) -> RunImages:
         """Open the images of a run directory. ConfigError for an unreadable file of the data."""
-        opened_images = (open_images(run_dir, split) for split in SPLITS)
-        return cls([images for images in opened_images if images is not None], reader)
+        return cls(open_data_images(run_dir), reader)
 
     def file_of(self, digest: str) -> bytes | None:
         """Return the file of an image; None if the run does not have it any more. StoreError for an

@@ -111,9 +111,10 @@ class Engine(Protocol):
         """Swap in a published version without waiting for running turns; returns the version's manifest.
         Raises WeightsError and keeps the old weights, or sleeps on, when the files are missing or damaged."""
 
-    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Return log-probs of ids[1:] under the weights in use, at temperature 1, with each adapter in turn.
-        Waits while the engine sleeps."""
+    async def score(self, ids: tuple[int, ...], images: Mapping[str, bytes] = {}) -> tuple[float, ...]:
+        """Return log-probs of ids[1:] under the weights in use, at temperature 1, with each adapter in turn;
+        those of image ids mean nothing. `images`: as in Request, given only where `ids` have images. Waits
+        while the engine sleeps."""
 
     async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
         """Score the last `count` ids, without adapters, at temperature 1, and name the `top` likeliest tokens

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.conversation.commands import Done, Fail
@@ -60,8 +60,11 @@ class DemonstrationPlayer:
 
     async def _mean_nll(self, turns: Sequence[Turn]) -> float:
         """Return the mean -log pi of the assistant's tokens."""
-        score = self.run.sampling.sampler.score
-        row_logprobs = [await score(Request(self.run.name, ids, Sampling(0, ()))) for ids in rows_of(turns)]
+        row_logprobs = []
+        for ids in rows_of(turns):
+            image_files = await self.run.images.files_of(ids)
+            request = Request(self.run.name, ids, Sampling(0, ()), images=image_files)
+            row_logprobs.append(await self.run.sampling.sampler.score(request))
         token_logprobs = assistant_logprobs(turns, row_logprobs)
         if not math.isfinite(logprob_sum := math.fsum(token_logprobs)):
             raise EngineError("the model's log-probs for the conversation are not finite numbers")
@@ -110,7 +113,7 @@ class NoEngine:
     async def sleep(self) -> None:
         self.asleep = True
 
-    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+    async def score(self, ids: tuple[int, ...], images: Mapping[str, bytes] = {}) -> tuple[float, ...]:
         return ()  # nothing is computed, so nothing can differ from the trainer
 
     async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:

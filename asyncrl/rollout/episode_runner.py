@@ -29,6 +29,7 @@ from asyncrl.gateway import AgentError
 from asyncrl.rewards import RewardError
 from asyncrl.rollout.context import EpisodeContext, Sampler
 from asyncrl.rollout.episode_run import EpisodeRun, Outcome
+from asyncrl.rollout.images import LostImageError
 from asyncrl.tools import ToolError
 from asyncrl.types import FailReason, Turn
 from asyncrl.wire.messages.worker import Assign, Failed, Finished
@@ -48,6 +49,7 @@ FAIL_REASONS: tuple[tuple[type[Exception], FailReason], ...] = (
     (ToolError, FailReason.TOOL_ERROR),
     (EnvironmentFailed, FailReason.ENVIRONMENT_ERROR),
     (AgentError, FailReason.AGENT_ERROR),
+    (LostImageError, FailReason.IMAGE_LOST),
     (Exception, FailReason.EPISODE_ERROR),
 )
 

@@ -33,7 +33,8 @@ MAX_RESEND_SECONDS = 30.0
 
 class LostImageError(AsyncrlError):
     """The coordinator has no file of an image any more. The next attempt at the episode starts again, without
-    the recorded turns that may need the image."""
+    the recorded turns that may need the image; there are `rollout.retries` of them, as an image of the data
+    stays lost."""
 
 
 class _FileRequest:
@@ -149,27 +150,28 @@ class EpisodeImages:
         self._worker_images = worker_images
         self._own_files: dict[str, bytes] = {}  # made by this attempt, and not durable
         self._stored = {image.digest for image in known_images}  # stored, or in a posted record
+        self._unposted_bytes = 0  # of the own files that are not in `_stored`
+        self._lock = threading.Lock()  # threads that read requests of agents add images, too
 
     def add(self, image: StoredImage) -> ImageRef:
         """Take an image into the episode; return the reference for a reply or a message. ImageError if the
         next record would become too large with this image."""
         digest = image.ref.digest
-        if digest in self._own_files:
-            return image.ref
-        if digest in self._stored:
-            self._worker_images.keep_file(digest, image.file)
-            return image.ref
+        with self._lock:
+            if digest in self._own_files:
+                return image.ref
+            if digest in self._stored:
+                self._worker_images.keep_file(digest, image.file)
+                return image.ref
 
-        # A copy, because threads that read requests of agents add images while the event loop posts.
-        own_files = self._own_files.copy()
-        unposted_bytes = sum(len(file) for digest, file in own_files.items() if digest not in self._stored)
-        if unposted_bytes + len(image.file) > MAX_UNPOSTED_BYTES:
-            raise ImageError(
-                f"the new images of a prompt or of the replies to a turn take more than "
-                f"{MAX_UNPOSTED_BYTES >> 20} MiB; use fewer or smaller images"
-            )
-        self._own_files[digest] = image.file
-        return image.ref
+            if self._unposted_bytes + len(image.file) > MAX_UNPOSTED_BYTES:
+                raise ImageError(
+                    f"the new images of a prompt or of the replies to a turn take more than "
+                    f"{MAX_UNPOSTED_BYTES >> 20} MiB; use fewer or smaller images"
+                )
+            self._own_files[digest] = image.file
+            self._unposted_bytes += len(image.file)
+            return image.ref
 
     async def files_of(self, ids: Sequence[int]) -> Mapping[str, bytes]:
         """Return the files of all images in a row of ids by digest. LostImageError."""
@@ -190,20 +192,26 @@ class EpisodeImages:
     def mark_posted(self, digests: Sequence[str], durable: asyncio.Future[None]) -> None:
         """Note that a posted record brings these images; `durable` is done when the record is durable. Call
         this after the post: a post that is cancelled while it waits for room brings nothing."""
-        self._stored.update(digests)
+        with self._lock:
+            for digest in set(digests) - self._stored:
+                self._stored.add(digest)
+                self._unposted_bytes -= len(self._own_files.get(digest, b""))
         durable.add_done_callback(partial(self._release_files, tuple(digests)))
 
     def _release_files(self, digests: Sequence[str], durable: asyncio.Future[None]) -> None:
         """Hand files that are durable to the worker: the coordinator sends them again if necessary."""
         if durable.cancelled():
             return
-        for digest in digests:
-            if (file := self._own_files.pop(digest, None)) is not None:
-                self._worker_images.keep_file(digest, file)
+        with self._lock:
+            for digest in digests:
+                if (file := self._own_files.pop(digest, None)) is not None:
+                    self._worker_images.keep_file(digest, file)
 
     def discard_unposted(self) -> None:
         """Forget the files that no posted record brings: those of replies that were refused."""
-        self._own_files = {digest: file for digest, file in self._own_files.items() if digest in self._stored}
+        with self._lock:
+            for digest in self._own_files.keys() - self._stored:
+                self._unposted_bytes -= len(self._own_files.pop(digest))
 
     def recall_turns(self, turns: Sequence[Turn]) -> None:
         """Note that the images of recorded turns and replies are stored."""

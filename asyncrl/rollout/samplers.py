@@ -132,8 +132,12 @@ class LocalSampler:
             return await self._required_engine().generate(request)
 
     async def score(self, request: Request) -> tuple[float, ...]:
+        """Return the log-probs of the request's ids, without the first; those of image ids mean nothing."""
+        engine = self._required_engine()
         with self._engine_busy():
-            return await self._required_engine().score(request.ids)
+            if request.images:
+                return await engine.score(request.ids, request.images)
+            return await engine.score(request.ids)  # a user's engine may read no images
 
     async def read(self, session: str, ids: tuple[int, ...], count: int, top: int, *_: object) -> TokenScores:
         """Have the base model of the adapters score the last `count` of these ids; compare

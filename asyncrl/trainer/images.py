@@ -1,24 +1,28 @@
 """Reads the images of micro-batches: from stored files to the pixels and positions that a forward reads.
 
     files by digest ──threads──► Pixels ──lay_out_images──► ImageInputs, in the order of the ids
-                                   └─ kept by digest, up to PIXEL_CACHE_BYTES
+                        │          └─ kept by digest, up to PIXEL_CACHE_BYTES
+                        └► episodes to leave out: a faulty worker may have stored other files
 
-Files stay until the batch is complete, as a batch behind a barrier is read several times.
+The images of a part of the plan are read once, before the part is trained. Files stay until the batch is
+complete, as a batch behind a barrier is read several times: pixels beyond PIXEL_CACHE_BYTES are read again.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.errors import ProtocolError
+from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.types import Turn
 from asyncrl.vision.files import ImageError
 from asyncrl.vision.image_ids import (
@@ -26,16 +30,20 @@ from asyncrl.vision.image_ids import (
     FIRST_IMAGE_ID,
     MIN_RUN_IDS,
     RUN_START,
+    ImageRun,
     find_runs,
     image_ids,
     with_placeholders,
 )
 from asyncrl.vision.layout import ImageLayout
-from asyncrl.vision.pixels import PixelReader, Pixels, decode_stored
+from asyncrl.vision.pixels import PixelReader, Pixels, image_size
 from asyncrl.vision.positions import Grid, rope_positions
 
 PIXEL_CACHE_BYTES = 2 << 30  # of decoded pixels; an image of 1024 x 1024 pixels takes 25 MB
 READER_THREADS = 4  # decoding and scaling of values run without Python's lock
+READ_AHEAD = 2 * READER_THREADS  # images that are read at once before a part of the plan is trained
+READ_WAIT = "images to be decoded"  # name of the wait
+READ_POLL_SECONDS = 0.25  # seconds between two announcements of the wait
 DUMMY_DIGEST = "0" * DIGEST_DIGITS
 DUMMY_SIDE = 2  # merged patches
 PLACEHOLDER_STAND_IN = 0  # id in the place of a placeholder that the model itself has sampled
@@ -67,11 +75,21 @@ class ImageInputs:
 class ImagePixels:
     """Reads the images of a run for its models, ahead of the forwards, in threads.
 
-    `layout`: how the models read images. ConfigError if the image processor cannot be loaded.
+    `layout`: how the models read images. `time_limit`: seconds for each wait. `announce_wait` is called with
+    the wait's name, again and again while the wait lasts, and with '' once it is over. ConfigError if the
+    image processor cannot be loaded.
     """
 
-    def __init__(self, model_directory: str, layout: ImageLayout) -> None:
+    def __init__(
+        self,
+        model_directory: str,
+        layout: ImageLayout,
+        time_limit: float = math.inf,
+        announce_wait: Callable[[str], None] = lambda name: None,
+    ) -> None:
         self.layout = layout
+        self._time_limit = time_limit
+        self._announce_wait = announce_wait
         self._reader = PixelReader(model_directory)
         thread_count = min(READER_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(thread_count, thread_name_prefix="images")
@@ -88,6 +106,61 @@ class ImagePixels:
         """Drop all files: their batch is complete. Pixels are kept for the next batch."""
         self._files = {}
 
+    def unreadable_episodes(self, turns_by_uid: Mapping[str, Sequence[Turn]]) -> dict[str, str]:
+        """Read the images of episodes, whose files were added before. Returns by uid why episodes cannot be
+        trained: an image is lost or damaged, or its file has another size than its ids say."""
+        runs_by_uid = {
+            uid: [run for turn in turns for ids in (turn.context, turn.taught) for run in find_runs(ids)]
+            for uid, turns in turns_by_uid.items()
+        }
+
+        # Sizes are in the heads of the files, so no image is decoded that is larger than its ids say.
+        reasons: dict[str, str] = {}
+        sizes: dict[str, tuple[int, int]] = {}
+        for uid, runs in runs_by_uid.items():
+            try:
+                for run in runs:
+                    self._check_size(run, sizes)
+            except ImageError as error:
+                reasons[uid] = str(error)
+
+        sized_runs = [run for uid, runs in runs_by_uid.items() if uid not in reasons for run in runs]
+        digests = list(dict.fromkeys(run.digest for run in sized_runs))
+        damaged: dict[str, str] = {}
+        for start in range(0, len(digests), READ_AHEAD):
+            next_digests = digests[start : start + READ_AHEAD]
+            self.prefetch(next_digests)
+            self._await_reads(next_digests)
+            for digest in next_digests:
+                try:
+                    self._keep_pixels(digest)
+                except ImageError as error:
+                    damaged[digest] = f"image {digest}: {error}"
+            self._trim_cache()
+
+        for uid, runs in runs_by_uid.items():
+            for run in runs:
+                if run.digest in damaged:
+                    reasons.setdefault(uid, damaged[run.digest])
+
+        return reasons
+
+    def _check_size(self, run: ImageRun, sizes: dict[str, tuple[int, int]]) -> None:
+        """Check that the file of an image has as many merged patches as the image has ids. ImageError if not,
+        or without a file. `sizes`: height and width of the images seen so far, by digest."""
+        digest = run.digest
+        if digest not in self._files:
+            raise ImageError(f"image {digest} is lost")
+        if digest not in sizes:
+            with ImageError.instead_of(ImageError, text=f"image {digest}"):
+                sizes[digest] = image_size(self._files[digest])
+
+        height, width = sizes[digest]
+        id_count = run.end - run.start
+        is_multiple = not (height % self.layout.factor or width % self.layout.factor)
+        if not is_multiple or self.layout.run_length(height, width) != id_count:
+            raise ImageError(f"image {digest} has {width} x {height} pixels, which do not fit {id_count} ids")
+
     def prefetch(self, digests: Iterable[str]) -> None:
         """Begin to read these images. ProtocolError without the file of an image."""
         for digest in digests:
@@ -102,48 +175,50 @@ class ImagePixels:
         without the file."""
         wanted_digests = list(dict.fromkeys(digests))
         self.prefetch(wanted_digests)
+        self._await_reads(wanted_digests)
         pixels_by_digest: dict[str, Pixels] = {}
         for digest in wanted_digests:
             if digest == DUMMY_DIGEST:
                 pixels_by_digest[digest] = dummy_pixels(self.layout)
                 continue
-            if digest in self._pending:
-                self._cache[digest] = self._pending.pop(digest).result()
-                self._cached_bytes += self._cache[digest].pixel_values.nbytes
-            self._cache.move_to_end(digest)
-            pixels_by_digest[digest] = self._cache[digest]
+            pixels_by_digest[digest] = self._keep_pixels(digest)
 
+        self._trim_cache()
+        return pixels_by_digest
+
+    def _await_reads(self, digests: Iterable[str]) -> None:
+        """Wait until these images are read. DeadlineError if that takes too long."""
+        futures = [self._pending[digest] for digest in digests if digest in self._pending]
+        deadline = time.monotonic() + self._time_limit
+        is_announced = False
+        while wait(futures, timeout=READ_POLL_SECONDS).not_done:
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"waited {self._time_limit:g} s for {READ_WAIT}")
+            self._announce_wait(READ_WAIT)
+            is_announced = True
+
+        if is_announced:
+            self._announce_wait("")
+
+    def _keep_pixels(self, digest: str) -> Pixels:
+        """Return the pixels of an image that was read, and keep them in the cache as the newest. ImageError
+        for a file that cannot be decoded."""
+        if digest in self._pending:
+            self._cache[digest] = self._pending.pop(digest).result()
+            self._cached_bytes += self._cache[digest].pixel_values.nbytes
+        self._cache.move_to_end(digest)
+        return self._cache[digest]
+
+    def _trim_cache(self) -> None:
         while self._cached_bytes > PIXEL_CACHE_BYTES:
             _, oldest_pixels = self._cache.popitem(last=False)
             self._cached_bytes -= oldest_pixels.pixel_values.nbytes
-
-        return pixels_by_digest
 
 
 def digests_of(turns: Iterable[Turn]) -> list[str]:
     """Return the digests of all images that the contexts of turns contain, also in a teacher's prompts; each
     digest once, in order."""
     return digests_in(ids for turn in turns for ids in (turn.context, turn.taught))
-
-
-def readable_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files, by digest, that can be decoded: a faulty worker may have stored others."""
-    thread_count = min(READER_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(thread_count, thread_name_prefix="images") as threads:
-        are_readable = threads.map(_is_readable, files.values())
-        return {
-            digest: file
-            for (digest, file), readable in zip(files.items(), are_readable, strict=True)
-            if readable
-        }
-
-
-def _is_readable(file: bytes) -> bool:
-    try:
-        decode_stored(file)
-    except ImageError:
-        return False
-    return True
 
 
 def digests_in(rows: Iterable[Sequence[int] | np.ndarray]) -> list[str]:

@@ -17,9 +17,8 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ from asyncrl.algorithms.recipe import compose
 from asyncrl.buffer.packing import Piece, micro_batches
 from asyncrl.config import RunConfig, described_recomputation
 from asyncrl.errors import recorded
+from asyncrl.runtime.liveness import silence_limit
 from asyncrl.trainer import report
 from asyncrl.trainer.advantages import with_advantages, with_kl_penalty, with_scaled_advantages
 from asyncrl.trainer.barrier import advantage_scaling, compare_batch, partition_groups, prepare_batch
@@ -68,7 +68,6 @@ from asyncrl.trainer.world import World
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
-NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 PlannedWork = Iterable[tuple[PlannedTrajectory, Sequence[Turn]]]
 logger = logging.getLogger(__name__)
 
@@ -142,6 +141,9 @@ class Learner:
         self.stopwatch = Stopwatch()
         # Called after every micro-batch, for signs of life.
         self.after_micro_batch: Callable[[], None] = lambda: None
+        # Called with the name of a wait, again and again until the wait is over, and then with ''.
+        self.announce_wait: Callable[[str], None] = lambda name: None
+        self._image_pixels: ImagePixels | None = None  # made with the first image
         self.ratio_recorder: report.RatioRecorder | None = None  # records ratios of single tokens
         self._expected_denominator = 256.0  # estimate of D, for a loss of about 1; see _take_optimizer_step
         self._held_samples: list[TrainingSample] = []
@@ -188,11 +190,17 @@ class Learner:
         """Return the running statistics of earlier batches; None while unknown."""
         return Whitening.from_state(self.state)
 
-    @cached_property
+    @property
     def image_pixels(self) -> ImagePixels:
-        """Return the reader of the run's images, made with the first image. ConfigError where the run cannot
-        train on images."""
-        return ImagePixels(self.config.model.path, require_trainable_images(self.config))
+        """Return the reader of the run's images. ConfigError where the run cannot train on images."""
+        if self._image_pixels is None:
+            self._image_pixels = ImagePixels(
+                self.config.model.path,
+                require_trainable_images(self.config),
+                silence_limit(self.config),
+                lambda wait_name: self.announce_wait(wait_name),
+            )
+        return self._image_pixels
 
     def rank_part(self, planned: Sequence[PlannedTrajectory]) -> list[list[PlannedTrajectory]]:
         """Return this rank's share of one part of the plan, in lists of about a micro-batch each."""
@@ -206,13 +214,23 @@ class Learner:
         hidden_size = self.policy.lm.config.get_text_config().hidden_size
         return partition_plan(planned, self.packing, self.token_budget, hidden_size, rank_count)
 
-    def accumulate(self, work: PlannedWork, image_files: Mapping[str, bytes] = NO_FILES) -> None:
-        """Train on this rank's trajectories of one part of the plan, or hold them behind the barrier. An idle
-        rank has none. `image_files`: the stored files, by digest, of all images in the turns (`digests_of`);
-        files of earlier parts of the batch need not be handed in again."""
-        if image_files:
-            self.image_pixels.add_files(image_files)
+    def take_images(self, work: PlannedWork, image_files: Mapping[str, bytes]) -> PlannedWork:
+        """Read the images of this rank's trajectories of one part of the plan, if there are any, before
+        `accumulate`. Returns the work without the trajectories that cannot be trained because of an image,
+        and logs why. `image_files`: the stored files, by digest, of the images in the turns (`digests_of`),
+        without those that are lost."""
+        planned_work = list(work)
+        self.image_pixels.add_files(image_files)
+        reasons = self.image_pixels.unreadable_episodes(
+            {planned.uid: turns for planned, turns in planned_work}
+        )
+        for uid, reason in reasons.items():
+            logger.error("episode %s is not trained: %s", uid, reason)
+        return [(planned, turns) for planned, turns in planned_work if planned.uid not in reasons]
 
+    def accumulate(self, work: PlannedWork) -> None:
+        """Train on this rank's trajectories of one part of the plan, or hold them behind the barrier. An idle
+        rank has none. Images are those of `take_images`, called for this part."""
         forced_routes = self.policy.forced_routes
         samples = [
             training_sample(
@@ -246,8 +264,8 @@ class Learner:
             tally = self._take_optimizer_step(self._tally)
 
         self._held_samples = []
-        if "image_pixels" in vars(self):
-            self.image_pixels.drop_files()
+        if self._image_pixels is not None:
+            self._image_pixels.drop_files()
         self._tally = report.MetricSums()
         self.step += 1
         metrics = report.batch_metrics(tally, advantage_scaling(self.recipe, tally.sums, self.whitening))

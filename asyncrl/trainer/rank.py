@@ -13,7 +13,7 @@ rank starts before all hold their payloads. Requests, waits and heartbeats are t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from asyncrl.trainer.batch import with_turns
 from asyncrl.trainer.checkpointing import Checkpointing, shared_checkpoints
 from asyncrl.trainer.client import CoordinatorClient, Stopped, await_devices, meet_others
 from asyncrl.trainer.device_offload import DeviceOffload
-from asyncrl.trainer.images import digests_of, readable_files
+from asyncrl.trainer.images import digests_of
 from asyncrl.trainer.learner import Learner, PlannedWork
 from asyncrl.trainer.memory import give_up_message, is_tiny, try_largest
 from asyncrl.trainer.optimizer import SpikeError
@@ -130,6 +130,7 @@ class TrainerRank:
             self.publishing,
         )
         self.learner.after_micro_batch = self.client.after_micro_batch
+        self.learner.announce_wait = self.client.announce_wait
 
         self.trainer_epoch = 0
         self.is_repeating = False
@@ -152,7 +153,7 @@ class TrainerRank:
 
         part_index = 0
         while True:
-            plan, work, image_files = self._take_plan(part_index)
+            plan, work = self._take_plan(part_index)
             if plan.kind not in ("rest", "stop"):  # a checkpoint is made of offloaded shards, too
                 self.device_offload.onload()
 
@@ -160,7 +161,7 @@ class TrainerRank:
                 case "rest":  # the wire's word for an offload
                     self.device_offload.offload(self.client.meet_ranks)
                 case "work":
-                    self._train_part(plan, work, image_files)
+                    self._train_part(plan, work)
                     part_index += 1
                 case "probe":
                     self._publish_probe()
@@ -177,16 +178,14 @@ class TrainerRank:
                         self.device_offload.offload(self.client.meet_ranks)
                     self._await_stop()
 
-    def _train_part(
-        self, plan: trainer.WorkPlan, work: PlannedWork, image_files: Mapping[str, bytes]
-    ) -> None:
+    def _train_part(self, plan: trainer.WorkPlan, work: PlannedWork) -> None:
         uids = [planned.uid for planned, _ in work]
         self.trainer_world.check_shared(uids, list[str])  # a payload may have become unreadable in between
         with (
             self.timeline.span("train", step=plan.step, micro=plan.part),
             self.stopwatch.phase("update_actor"),
         ):
-            self.learner.accumulate(work, image_files)
+            self.learner.accumulate(work)
         self._batch_uids += uids
 
     def _finish_batch(self, plan: trainer.WorkPlan) -> None:
@@ -233,10 +232,10 @@ class TrainerRank:
         self.learner.recomputation.recompute_at_least(welcome.recompute_every)
         return welcome
 
-    def _take_plan(self, part_index: int) -> tuple[trainer.WorkPlan, PlannedWork, dict[str, bytes]]:
+    def _take_plan(self, part_index: int) -> tuple[trainer.WorkPlan, PlannedWork]:
         """Return the coordinator's next `WorkPlan` (a part of the batch's plan, or an order such as `step` or
-        `end`), with this rank's share of its trajectories and their turns, and the files of their images by
-        digest, once all ranks hold their payloads."""
+        `end`), with this rank's share of its trajectories and their turns, once all ranks hold their payloads
+        and have read their images."""
         step = self.learner.step + 1
         planned_work = list[tuple[trainer.PlannedTrajectory, list[Turn]]]()
 
@@ -258,36 +257,26 @@ class TrainerRank:
                     [trajectory for trajectory in part if trajectory.uid not in payload_answer.lost], frames
                 )
 
-            image_files = self._fetch_images(planned_work, step)
+            trainable_work = self._take_images(planned_work, step)
             self.client.meet_ranks("the other ranks' payloads")
 
-        return plan, planned_work, image_files
+        return plan, trainable_work
 
-    def _fetch_images(
+    def _take_images(
         self, planned_work: list[tuple[trainer.PlannedTrajectory, list[Turn]]], step: int
-    ) -> dict[str, bytes]:
-        """Return the files of all images in these turns, by digest. A trajectory with an image that cannot be
-        read is left out of the work."""
+    ) -> PlannedWork:
+        """Fetch and read the images of these trajectories; return those that can be trained."""
         digests = digests_of(turn for _, turns in planned_work for turn in turns)
         if not digests:
-            return {}
+            return planned_work
 
         image_files: dict[str, bytes] = {}
         for start in range(0, len(digests), shared.MAX_REQUESTED_IMAGES):
             request = shared.ImageRequest(tuple(digests[start : start + shared.MAX_REQUESTED_IMAGES]))
             answer, frames = self.client.request(request, f"images of step {step}")
-            image_files |= readable_files(answer.files(frames))
+            image_files |= answer.files(frames)
 
-        for trajectory, turns in list(planned_work):
-            if lost_digests := set(digests_of(turns)) - image_files.keys():
-                log.error(
-                    "episode %s is not trained: image %s is lost or damaged",
-                    trajectory.uid,
-                    min(lost_digests),
-                )
-                planned_work.remove((trajectory, turns))
-
-        return image_files
+        return self.learner.take_images(planned_work, image_files)
 
     def _commit_step(
         self, plan: trainer.WorkPlan, trained_uids: list[str], metrics: dict[str, float]

@@ -53,8 +53,9 @@ def retrain(
             plan = reader.plan(repeated_step)
             learner.token_budget = token_budget or plan.budget
             for work in recorded_work(config, reader, plan, learner.partition):
-                digests = digests_of(turn for _, turns in work for turn in turns)
-                learner.accumulate(work, images.files_of(digests))
+                if digests := digests_of(turn for _, turns in work for turn in turns):
+                    work = learner.take_images(work, images.files_of(digests))
+                learner.accumulate(work)
             yield repeated_step, learner.finish()
     finally:
         world.leave_ranks()

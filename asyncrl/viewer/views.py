@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import msgspec
 
 from asyncrl.config import RunConfig, parse
-from asyncrl.data.run_images import RunImages
+from asyncrl.data.run_images import RunImages, open_data_images
+from asyncrl.data.storage import StoredImages
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.observe.columns import MetricColumns
 from asyncrl.observe.files import metrics_size, read_status
@@ -48,6 +49,7 @@ class Views:
         self._load_decoder = lru_cache(load_decoder)
         self._lane_readers = dict[RunIdentity, LaneReader]()
         self._metric_columns = dict[RunIdentity, MetricColumns]()
+        self._data_images: tuple[RunIdentity, list[StoredImages]] | None = None  # of the run shown last
         self._views: dict[str, Callable[[Query], Any]] = {
             "runs": self._list_runs,
             "rows": self._rows,
@@ -157,8 +159,13 @@ class Views:
     def _image(self, query: Query) -> dict[str, str]:
         """Return an image of the run's data or episodes, by digest."""
         path = self._run_path(query)
+        run_identity = _run_identity(path)
+        # A page asks for one image after another of the same run, whose data may have many.
+        if self._data_images is None or self._data_images[0] != run_identity:
+            self._data_images = run_identity, open_data_images(path)
+
         with closing(RunReader.open(path)) as reader:
-            return {"url": image_url(RunImages.open(path, reader), query.get("digest", ""))}
+            return {"url": image_url(RunImages(self._data_images[1], reader), query.get("digest", ""))}
 
     def _lanes(self, query: Query) -> dict[str, Any]:
         """Return the lanes of a window, in seconds since the start of the run, or around a step."""

@@ -41,10 +41,18 @@ class PixelReader:
 
     def __init__(self, model_directory: str) -> None:
         self._processor = _load_processor(model_directory)
+        self._factor = self._processor.patch_size * self._processor.merge_size  # side of a merged patch
 
     def read(self, file: bytes) -> Pixels:
-        """Return the patches of a stored image. ImageError if the file cannot be decoded."""
-        features = self._processor(images=[decode_stored(file)], do_resize=False, return_tensors="pt")
+        """Return the patches of a stored image. ImageError if the file cannot be decoded, or was scaled for
+        other patches."""
+        image = decode_stored(file)
+        if image.height % self._factor or image.width % self._factor:
+            raise ImageError(
+                f"a stored image has {image.width} x {image.height} pixels, but the model reads patches of "
+                f"{self._factor} x {self._factor}; prepare the image with this model's processor"
+            )
+        features = self._processor(images=[image], do_resize=False, return_tensors="pt")
         return Pixels(features["pixel_values"], features["image_grid_thw"])
 
 
@@ -66,7 +74,7 @@ def image_size(file: bytes) -> tuple[int, int]:
     try:
         with PIL.Image.open(io.BytesIO(file), formats=KEPT_FORMATS) as image:
             return image.height, image.width
-    except (OSError, ValueError, SyntaxError) as error:
+    except Exception as error:  # as above; a head may also announce more pixels than Pillow opens
         raise ImageError(f"a stored image cannot be decoded ({one_line(error)})") from error
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -93,7 +93,7 @@ class ScriptedEngine:
     async def sleep(self) -> None:
         self.asleep = True
 
-    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+    async def score(self, ids: tuple[int, ...], images: Mapping[str, bytes] = {}) -> tuple[float, ...]:
         return tuple(-1.0 for _ in ids[1:])
 
     async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:

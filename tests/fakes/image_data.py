@@ -62,6 +62,11 @@ def make_image_model(directory: Path) -> None:
         "image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>"),
     }
     (directory / "config.json").write_text(json.dumps(config))
+    write_image_processor(directory)
+
+
+def write_image_processor(directory: Path) -> None:
+    """Write the settings of an image processor that reads images as LAYOUT says."""
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": LAYOUT.patch_size,

@@ -191,6 +191,7 @@ QWEN_EXPERTS: Sizes = {
 GATED_DELTA_ROPE = DEFAULT_ROPE | {"partial_rotary_factor": 0.5}
 QWEN3_5_ROPE = GATED_DELTA_ROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 QWEN3_VL_ROPE = DEFAULT_ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+QWEN2_VL_ROPE = DEFAULT_ROPE | {"mrope_section": [2, 3, 3]}
 GLM4V_ROPE = DEFAULT_ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 
 QWEN_VISION: Sizes = {
@@ -241,6 +242,15 @@ QWEN_PREPROCESSOR = NORMALIZED | {
     "do_convert_rgb": True,
     "image_processor_type": "Qwen2VLImageProcessor",
     "processor_class": "Qwen3VLProcessor",
+}
+QWEN2_VL_PREPROCESSOR = NORMALIZED | {
+    "size": {"shortest_edge": 28 * 28, "longest_edge": 256 * 256},
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "do_convert_rgb": True,
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2_5_VLProcessor",
 }
 GLM4V_PREPROCESSOR = NORMALIZED | {
     "size": {"shortest_edge": 2 * 28 * 28, "longest_edge": 2 * 256 * 256},
@@ -770,6 +780,41 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+# Families that the table of docs/dev/model_matrix.md leaves out: tests of images alone build them.
+EARLIER_VISION_FAMILIES: dict[str, Family] = {
+    "qwen2_vl": Family(
+        "Qwen2-VL-2B",
+        "qwen2_vl",
+        without_head_dim(rope_parameters=QWEN2_VL_ROPE, tie_word_embeddings=True),
+        parts={
+            "vision_config": {"embed_dim": 32, "hidden_size": 64, "depth": 1, "num_heads": 2},
+            "tie_word_embeddings": True,
+            **QWEN_TOKENS,
+        },
+        preprocessor=QWEN2_VL_PREPROCESSOR,
+    ),
+    "qwen2_5_vl": Family(
+        "Qwen2.5-VL-3B",
+        "qwen2_5_vl",
+        without_head_dim(rope_parameters=QWEN2_VL_ROPE, tie_word_embeddings=True),
+        parts={
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "depth": 2,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+                # Windows of 2 x 2 merged patches, in the first layer alone.
+                "window_size": 56,
+                "fullatt_block_indexes": [1],
+            },
+            "tie_word_embeddings": True,
+            **QWEN_TOKENS,
+        },
+        preprocessor=QWEN2_VL_PREPROCESSOR,
+    ),
+}
+
 
 # ------------------------------------------------------------------- files
 
@@ -791,7 +836,7 @@ def build_family(
     `shards=2` the tensors are in two files with an index. The first file of a composite model then holds
     vision tensors alone, the second one tensors of both parts.
     """
-    family = FAMILIES[name]
+    family = (FAMILIES | EARLIER_VISION_FAMILIES)[name]
     family = replace(family, text=family.text | (text or {}))
     if parts and family.parts is not None:
         family = replace(family, parts=family.parts | parts)

@@ -174,8 +174,8 @@ class PrependedBOS(TorchEngine):
     async def generate(self, request: Request) -> Generation:
         return await super().generate(msgspec.structs.replace(request, ids=(BOS_ID, *request.ids)))
 
-    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        return (await super().score((BOS_ID, *ids)))[1:]
+    async def score(self, ids: tuple[int, ...], images: Mapping[str, bytes] = {}) -> tuple[float, ...]:
+        return (await super().score((BOS_ID, *ids), images))[1:]
 
 
 class StaleSeed(TorchEngine):
@@ -194,8 +194,8 @@ class OtherTokenizer(TorchEngine):
         )
         return msgspec.structs.replace(generation, ids=self._shifted(generation.ids, -1))
 
-    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        return await super().score(self._shifted(ids, 1))
+    async def score(self, ids: tuple[int, ...], images: Mapping[str, bytes] = {}) -> tuple[float, ...]:
+        return await super().score(self._shifted(ids, 1), images)
 
     def _shifted(self, ids: Iterable[int], offset: int) -> tuple[int, ...]:
         return tuple((token + offset) % self._vocabulary_size for token in ids)

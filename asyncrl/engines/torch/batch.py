@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from asyncrl.engines.base import Request
 from asyncrl.engines.torch.images import NO_IMAGES, PromptImages
 from asyncrl.engines.torch.recorded import RecordedStep
-from asyncrl.engines.torch.slots import KVCache, PrefixIndex, PrefixSource, Slot, Slots
+from asyncrl.engines.torch.slots import ChunkImages, KVCache, PrefixIndex, PrefixSource, Slot, Slots
 from asyncrl.engines.torch.step_layout import Chunk, SlotSampling, StepLayout, build_layout, reordered_slots
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, StopReason, VersionSpan
@@ -195,7 +195,7 @@ class Batcher:
             chunks = self._plan_chunks()
             plan = build_layout(self.cache, self._slot_sampling, self._slot_lengths, list(chunks.values()))
 
-        ended_slots = self._recorded_step(plan, self._chunk_pixels(chunks))
+        ended_slots = self._recorded_step(plan, self._chunk_images(chunks))
         self._steady_plan = plan
         self._slot_lengths += self._slot_lengths > 0
 
@@ -337,7 +337,7 @@ class Batcher:
             run.known_length = run.images.uncut_length(slot.common_prefix(request.ids))
             run.filled_length = self._keep_prefix(slot, run.known_length)
             self._plan_prefix(run)
-            self.cache.write_prompt(slot.index, request.ids, run.filled_length, run.images.positions)
+            self.cache.write_prompt(slot.index, request.ids, run.filled_length, run.images.rope_offset)
 
             self._slot_sampling.set_slot(slot.index, request.key, request.sampling, run.max_length)
             self._filling_runs.append(run)
@@ -410,14 +410,24 @@ class Batcher:
 
         return chunks
 
-    def _chunk_pixels(self, chunks: Mapping[RunningRequest, Chunk]) -> Pixels | None:
-        """Return the patches of the images in the chunks, in order, on the device; None without images."""
-        pixels = [
-            image_pixels
-            for run, chunk in chunks.items()
-            for image_pixels in run.images.pixels_within(chunk.start, chunk.end)
-        ]
-        return Pixels.concatenate(pixels).to(self.cache.device) if pixels else None
+    def _chunk_images(self, chunks: Mapping[RunningRequest, Chunk]) -> ChunkImages | None:
+        """Return the positions of all tokens of the chunks, and the patches of their images, on the device;
+        None if all chunks lie behind the images of their prompts, or the prompts have none."""
+        if all(chunk.start >= run.images.images_end for run, chunk in chunks.items()):
+            return None
+
+        width = max(chunk.end - chunk.start for chunk in chunks.values())
+        rope_positions = np.zeros((3, len(chunks), width), dtype=np.int64)  # padding stays 0
+        pixels: list[Pixels] = []
+        for index, (run, chunk) in enumerate(chunks.items()):
+            chunk_positions = run.images.positions_within(chunk.start, chunk.end)
+            rope_positions[:, index, : chunk.end - chunk.start] = chunk_positions
+            pixels += run.images.pixels_within(chunk.start, chunk.end)
+
+        return ChunkImages(
+            torch.from_numpy(rope_positions).flatten(1).to(self.cache.device),
+            Pixels.concatenate(pixels).to(self.cache.device) if pixels else None,
+        )
 
     def _awaits_prefix(self, run: RunningRequest) -> bool:
         """True if a request ahead is still computing the run's prefix. Copies a complete prefix if the

@@ -8,6 +8,7 @@ to make: requests, aborts and weight swaps are done in the loop and in order, wh
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -18,14 +19,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.engines.base import NOTHING, EngineRefused, Request, check_request, engines
+from asyncrl.engines.base import NOTHING, EngineRefused, Request, Sampling, check_request, engines
 from asyncrl.engines.torch.batch import Batcher, RunningRequest
 from asyncrl.engines.torch.check import check_served
 from asyncrl.engines.torch.images import NO_IMAGES, TEXT_ONLY, ImageReader, PromptImages
 from asyncrl.errors import EngineError, one_line
 from asyncrl.model_class import frozen_parts, is_within
 from asyncrl.types import Generation, StopReason, TokenScores
-from asyncrl.vision.image_ids import has_images
+from asyncrl.vision.image_ids import has_images, with_placeholders
+from asyncrl.vision.pixels import Pixels
 from asyncrl.weights import disk
 from asyncrl.weights.adapters import Adapters
 from asyncrl.weights.checkpoint_match import load_pretrained
@@ -74,6 +76,7 @@ class TorchEngine:
         self._image_reader = image_reader
         self._image_thread = ThreadPoolExecutor(1, "torch-engine-images")
         self._images_by_session: dict[str, asyncio.Future[PromptImages]] = {}  # being read
+        self._scored_rows = itertools.count()
         self._serve_task: asyncio.Task[None] | None = None
         self._wake_event = asyncio.Event()
         self._load_lock = asyncio.Lock()
@@ -235,11 +238,21 @@ class TorchEngine:
             if not self.asleep:
                 await self._make_change(fall_asleep)
 
-    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        scores = await self._compute_in_thread(partial(self._score, ids, len(ids) - 1))
+    async def score(self, ids: tuple[int, ...], images: Mapping[str, bytes] = {}) -> tuple[float, ...]:
+        prompt_images: PromptImages | None = NO_IMAGES
+        if has_images(ids):
+            session = f"scored row {next(self._scored_rows)}"
+            request = Request(session, ids, Sampling(0, ()), images=images)
+            self._image_reader.check(request)
+            prompt_images = await self._read_images(request)
+            assert prompt_images is not None, "nothing releases the session of a scored row"
+
+        scores = await self._compute_in_thread(partial(self._score, ids, len(ids) - 1, images=prompt_images))
         return tuple(np.frombuffer(scores.logprobs, "<f4").tolist())
 
     async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
+        if has_images(ids):
+            raise EngineRefused("the embedded engine reads turns without images only; use another scorer")
         with EngineError.instead_of(RuntimeError, text="the engine cannot score"):
             return await self._compute_in_thread(partial(self._score, ids, count, top, base=True))
 
@@ -255,20 +268,39 @@ class TorchEngine:
                     return await asyncio.get_running_loop().run_in_executor(self._step_thread, compute)
 
     @torch.inference_mode()
-    def _score(self, ids: tuple[int, ...], count: int, top: int = 0, base: bool = False) -> TokenScores:
-        """Score the last `count` ids with each adapter, or without any."""
-        if has_images(ids):
-            raise EngineRefused("the embedded engine scores texts without images only; use another scorer")
-
+    def _score(
+        self,
+        ids: tuple[int, ...],
+        count: int,
+        top: int = 0,
+        base: bool = False,
+        images: PromptImages = NO_IMAGES,
+    ) -> TokenScores:
+        """Score the last `count` ids with each adapter, or without any. `images`: of the ids, with their
+        patches."""
         row_count = len(self._adapters.agents) if self._adapters and not base else 1
-        tokens = torch.tensor([ids] * row_count, device=self._model.device)
+        device = self._model.device
+        row = np.array(ids)
+        image_arguments: dict[str, torch.Tensor] = {}
+        if images.runs:
+            assert self._image_reader.layout is not None
+            row = with_placeholders(row, self._image_reader.layout.placeholder)
+            positions = torch.from_numpy(images.positions_within(0, len(ids)).astype(np.int64))
+            pixels = Pixels.concatenate(images.pixels_within(0, len(ids)))
+            image_arguments = {
+                "position_ids": positions[:, None].expand(3, row_count, -1).to(device),
+                "pixel_values": pixels.pixel_values.repeat(row_count, 1).to(device),
+                "image_grid_thw": pixels.grids.repeat(row_count, 1).to(device),
+            }
+
+        tokens = torch.from_numpy(row).expand(row_count, -1).to(device)
         if self._adapters is not None:
             self._adapters.select_adapters(
                 torch.arange(row_count, device=tokens.device)[:, None].expand_as(tokens)
             )
 
         with self._adapters.disabled() if self._adapters and base else nullcontext():
-            output = self._model(tokens, use_cache=False, logits_to_keep=count + 1)
+            output = self._model(tokens, use_cache=False, logits_to_keep=count + 1, **image_arguments)
 
         logits = output.logits[:, :-1].flatten(0, 1)
         labels = tokens[:, len(ids) - count :].reshape(-1, 1)

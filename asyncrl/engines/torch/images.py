@@ -1,8 +1,8 @@
 """The images of prompts in the embedded engine: where their ids lie, the positions of all ids, and patches.
 
     Request ──ImageReader.read──► PromptImages ──► Batcher     chunks and prefixes that cut no image
-              (in a thread)                   ├──► KVCache     positions of ids, for multimodal RoPE
-                                              └──► forward     patches of the images in a chunk
+              (in a thread)                   ├──► KVCache     offset of the positions behind the images
+                                              └──► forward     patches and positions of a chunk
 
 An image is encoded by the forward that computes its ids; nothing is encoded whose keys and values are kept or
 copied. Patches take more memory than files: a request has those of the images it will prefill until its
@@ -27,22 +27,28 @@ from asyncrl.vision.positions import rope_positions
 
 # Patches of recently read images to keep: 40 images of 512 x 512 pixels.
 CACHED_BYTES = 256 << 20
+NO_POSITIONS = np.empty((3, 0), dtype=np.int64)
 PREFIX_BLOCK = 32  # ids; a prompt is known by its whole blocks
 
 
 class PromptImages:
     """The images of one prompt, in order. `runs`: where their ids lie. `positions` [3, T]: time, height and
-    width of each id of the prompt; None without images, where all three count the ids."""
+    width of each id of the prompt, at least up to the last image. Those of later ids are the id's number plus
+    `rope_offset`."""
 
     def __init__(
         self,
         runs: Sequence[ImageRun] = (),
-        positions: np.ndarray | None = None,
+        positions: np.ndarray = NO_POSITIONS,
         files: Mapping[str, bytes] = {},
         pixel_cache: PixelCache | None = None,
     ) -> None:
         self.runs = runs
-        self.positions = positions
+        self.images_end = runs[-1].end if runs else 0
+        self.rope_offset = 0
+        if positions.size:
+            self.rope_offset = int(positions[:, : self.images_end].max()) + 1 - self.images_end
+        self._positions = positions[:, : self.images_end].astype(np.int32)  # kept until the request ends
         self._files = files
         self._pixel_cache = pixel_cache
         self._pixels_by_digest: dict[str, Pixels] = {}
@@ -64,6 +70,15 @@ class PromptImages:
             for run in self.runs
             if start <= run.start < end
         ]
+
+    def positions_within(self, start: int, end: int) -> np.ndarray:
+        """Return the positions [3, end - start] of the ids [start, end), which may go on behind the prompt's
+        images."""
+        later_positions = np.arange(max(start, self.images_end), end) + self.rope_offset
+        return np.concatenate(
+            [self._positions[:, start:end], np.broadcast_to(later_positions, (3, len(later_positions)))],
+            axis=1,
+        )
 
     def uncut_length(self, length: int) -> int:
         """Return the largest number of leading ids, at most `length`, that ends inside no image."""

@@ -22,10 +22,9 @@ import torch
 from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
 
 from asyncrl.engines.torch.sampler import Params, sample
-from asyncrl.engines.torch.slots import KVCache, Layout, SlotGroup
+from asyncrl.engines.torch.slots import ChunkImages, KVCache, Layout, SlotGroup
 from asyncrl.engines.torch.step_layout import StepLayout
 from asyncrl.errors import one_line
-from asyncrl.vision.pixels import Pixels
 
 log = logging.getLogger("asyncrl.engine")
 
@@ -56,9 +55,9 @@ class RecordedStep:
         self._step_counts: Counter[StepKind] = Counter()
         self._step_functions: dict[StepKind, Callable[..., torch.Tensor]] = {}
 
-    def __call__(self, plan: StepLayout, pixels: Pixels | None = None) -> list[int]:
-        """Compute a step; return the slots whose turns ended with this step. `pixels`: the patches of the
-        images in the plan's chunks, in order."""
+    def __call__(self, plan: StepLayout, images: ChunkImages | None = None) -> list[int]:
+        """Compute a step; return the slots whose turns ended with this step. `images`: of the plan's
+        chunks."""
         layout = plan.layout
         params = plan.params
         kind = StepKind(len(layout.groups), layout.decoding_groups, params.any_greedy)
@@ -75,7 +74,7 @@ class RecordedStep:
             *(tensor for group in layout.groups for tensor in group),
         )
 
-        step = self._step_function(kind, step_tensors) if pixels is None else _Step(self._cache, kind, pixels)
+        step = self._step_function(kind, step_tensors) if images is None else _Step(self._cache, kind, images)
         ended_samples = step(*step_tensors)
         return [plan.slots[index] for index in ended_samples.tolist()]
 
@@ -100,14 +99,14 @@ class _Step(torch.nn.Module):
     """Computes the steps of one kind. The tensors that change between steps are registered as buffers:
     otherwise a recording would copy these tensors as constants."""
 
-    def __init__(self, cache: KVCache, kind: StepKind, pixels: Pixels | None = None) -> None:
+    def __init__(self, cache: KVCache, kind: StepKind, images: ChunkImages | None = None) -> None:
         super().__init__()
         self.model = cache.model
         self._cache = cache
         self._kind = kind
-        self._pixels = pixels
+        self._images = images
         token_tables = (cache.ids, cache.logprobs, cache.adapter_indices)
-        for index, state in enumerate((*token_tables, cache.rope_positions, *cache.pools)):
+        for index, state in enumerate((*token_tables, cache.rope_offsets, *cache.pools)):
             self.register_buffer(f"state_{index}", state)
 
     def forward(
@@ -129,7 +128,7 @@ class _Step(torch.nn.Module):
         kind = self._kind
         slot_groups = tuple(SlotGroup(*groups[first : first + 3]) for first in range(0, 3 * kind.groups, 3))
         layout = Layout(cells, positions, slot_groups, kind.decoding)
-        logits = cache.forward(layout, logit_indices, self._pixels)
+        logits = cache.forward(layout, logit_indices, self._images)
 
         cells = cells[logit_indices] + 1
         positions = positions[logit_indices] + 1

@@ -53,9 +53,33 @@ class Layout(NamedTuple):
     decoding_groups: int
 
 
+class RopePositions(torch.Tensor):
+    """Positions [3, 1, N] in time, height and width. While a step is recorded, sizes of tensors are traced
+    values, and models branch on the first of these, which a recording refuses: here it is a plain number.
+    Results of operations are plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return (3, *self.size()[1:])  # type: ignore[return-value]  # a torch.Size would be traced again
+
+
+class ChunkImages(NamedTuple):
+    """What the chunks of a step read beside their ids, if a prompt has images. `rope_positions` [3, tokens of
+    the chunks]: positions in time, height and width. `pixels`: the patches of the images among these tokens,
+    in order; None if there are only texts around images."""
+
+    rope_positions: torch.Tensor
+    pixels: Pixels | None
+
+
 class KVCache:
-    """Holds ids, log-probs, keys, values and states of all slots, on the model's device. `image_layout`: how
-    the model reads images, if it does; its ids have positions in time, height and width (multimodal RoPE).
+    """Holds ids, log-probs, keys, values and states of all slots, on the model's device.
+
+    `image_layout`: how the model reads images, if it does; its ids have positions in time, height and width
+    (multimodal RoPE). Behind all images of a prompt, the three of them are the position in the slot plus the
+    slot's offset, which is 0 without images; those of earlier ids come with the chunks (ChunkImages).
     """
 
     def __init__(
@@ -83,9 +107,9 @@ class KVCache:
         self.states = SlotStates(slot_count)
 
         self._all_columns = torch.arange(self.columns, device=self.device)
-        self.rope_positions: torch.Tensor | None = None  # [3, slots, columns]
+        self.rope_offsets: torch.Tensor | None = None  # [slots]
         if image_layout is not None:
-            self.rope_positions = self._all_columns.repeat(3, slot_count, 1)
+            self.rope_offsets = torch.zeros(slot_count, dtype=torch.long, device=self.device)
 
         self._current_layout: Layout
         self._token_indices: torch.Tensor
@@ -116,29 +140,23 @@ class KVCache:
         is rounded up, so that kernels see few shapes."""
         return self._all_columns[: min(-(-length // _LENGTH_BUCKET) * _LENGTH_BUCKET, self.max_len)]
 
-    def write_prompt(
-        self, slot: int, ids: Sequence[int], start: int, positions: np.ndarray | None = None
-    ) -> None:
-        """Write the ids of a prompt into its slot, from number `start` on. `positions` [3, len(ids)]: of a
-        prompt with images; sampled ids go on behind the largest position."""
+    def write_prompt(self, slot: int, ids: Sequence[int], start: int, rope_offset: int = 0) -> None:
+        """Write the ids of a prompt into its slot, from number `start` on. `rope_offset`: what is added to
+        the positions behind the prompt's images."""
         new_ids = np.array(ids[start:], dtype=np.int64)
         if self.placeholder is not None:
             new_ids = with_placeholders(new_ids, self.placeholder)
         self.ids[slot, start : len(ids)] = torch.from_numpy(new_ids).to(self.device)
 
-        if self.rope_positions is not None:
-            self.rope_positions[:, slot] = self._all_columns
-            if positions is not None:
-                offset = int(positions.max()) + 1 - len(ids)
-                self.rope_positions[:, slot] += offset
-                self.rope_positions[:, slot, : len(ids)] = torch.from_numpy(positions).to(self.device)
+        if self.rope_offsets is not None:
+            self.rope_offsets[slot] = rope_offset
 
     def forward(
-        self, layout: Layout, logit_indices: torch.Tensor, pixels: Pixels | None = None
+        self, layout: Layout, logit_indices: torch.Tensor, images: ChunkImages | None = None
     ) -> torch.Tensor:
-        """Run the model on the tokens in the layout's cells and write their KV. `pixels`: the patches of the
-        images among the tokens, in order. Returns logits [len(logit_indices), vocabulary] of the tokens with
-        these indices."""
+        """Run the model on the tokens in the layout's cells and write their KV. `images`: of the chunks,
+        whose tokens are the last. Returns logits [len(logit_indices), vocabulary] of the tokens with these
+        indices."""
         self._current_layout = layout
         self._token_groups = _token_groups(layout)
         self._token_indices = torch.arange(layout.positions.shape[0], device=self.device)
@@ -152,15 +170,26 @@ class KVCache:
 
         input_ids = self.ids.view(-1)[layout.cells]
         position_ids = layout.positions[None]
-        if self.rope_positions is not None:
-            position_ids = self.rope_positions.view(3, 1, -1)[:, :, layout.cells]
+        if self.rope_offsets is not None:
+            offsets = self.rope_offsets[layout.cells // self.columns]
+            position_ids = (layout.positions + offsets).expand(3, 1, -1)
 
         image_arguments = {}
-        if pixels is not None:
-            # The scratch cell may hold a sampled placeholder, which is no image.
-            input_ids = input_ids.masked_fill(layout.positions == self.scratch, 0)
-            image_arguments = {"pixel_values": pixels.pixel_values, "image_grid_thw": pixels.grids}
+        if images is not None:
+            other_tokens = position_ids.shape[2] - images.rope_positions.shape[1]
+            position_ids = torch.cat(
+                [position_ids[:, :, :other_tokens], images.rope_positions[:, None]], dim=2
+            )
+            if images.pixels is not None:
+                # The scratch cell may hold a sampled placeholder, which is no image.
+                input_ids = input_ids.masked_fill(layout.positions == self.scratch, 0)
+                image_arguments = {
+                    "pixel_values": images.pixels.pixel_values,
+                    "image_grid_thw": images.pixels.grids,
+                }
 
+        if self.rope_offsets is not None:
+            position_ids = position_ids.as_subclass(RopePositions)
         output = self.model(
             input_ids=input_ids[None],
             position_ids=position_ids,
@@ -221,8 +250,8 @@ class KVCache:
         target_indices = torch.from_numpy(target_slots).to(self.device)
         for token_table in (self.ids, self.logprobs):
             token_table[target_indices, :length] = token_table[source_indices, :length]
-        if self.rope_positions is not None:
-            self.rope_positions[:, target_indices] = self.rope_positions[:, source_indices]
+        if self.rope_offsets is not None:
+            self.rope_offsets[target_indices] = self.rope_offsets[source_indices]
 
         self.adapter_indices[target_indices] = self.adapter_indices[source_indices]
         for pool in self.kv_pools:

@@ -438,6 +438,7 @@ def test_an_end_that_cannot_be_fails_the_episode_and_nothing_else(
         (turn_payload(context=(1, *IMAGE_IDS[1:])), "image ids must begin with the first 4 ids of an image"),
         (turn_payload(context=(1, *IMAGE_IDS[:3])), "image ids must begin with the first 4 ids of an image"),
         (turn_payload(taught=(1, *IMAGE_IDS[1:])), "image ids must begin with the first 4 ids of an image"),
+        (turn_payload(context=(1, *IMAGE_IDS)), "turn 0: image ids, but m/config.json"),
         (turn_payload(logprobs=(-0.5,) * 9 + (math.nan,)), "must be a finite number not above 0"),
         (turn_payload(logprobs=(-0.5,) * 9 + (-math.inf,)), "must be a finite number not above 0"),
         (turn_payload(logprobs=(-0.5,) * 9 + (2.0,)), "must be a finite number not above 0"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,8 +25,9 @@ from asyncrl.engines.torch.engine import TorchEngine
 from asyncrl.engines.torch.images import PixelCache, PromptImages
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, PolicyVersion, StopReason
-from asyncrl.vision.image_ids import ImageRun, find_runs, has_images
+from asyncrl.vision.image_ids import FIRST_IMAGE_ID, ImageRun, find_runs, has_images, image_ids
 from asyncrl.vision.pixels import PixelReader
+from asyncrl.vision.positions import rope_positions
 from asyncrl.weights.adapters import Adapters
 from tests.fakes import weights as fake_weights
 from tests.fakes.loop import settle
@@ -35,7 +37,7 @@ from .tiny import ROUNDING, ask, generated, serve, tiny
 from .tiny import prompt as text
 from .tiny_images import Encoded, Ids, TinyVision, tiny_vision
 
-FAMILIES = ["qwen3_vl", "qwen3_5", "glm4v"]
+FAMILIES = ["qwen3_vl", "qwen3_5", "glm4v", "qwen2_5_vl", "qwen2_vl"]
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def vision(tmp_path: Path) -> TinyVision:
     return tiny_vision("qwen3_vl", tmp_path)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[*FAMILIES[:-1], pytest.param("qwen2_vl", marks=pytest.mark.full)])
 def vision_of_family(request: pytest.FixtureRequest, tmp_path: Path) -> TinyVision:
     return tiny_vision(request.param, tmp_path)
 
@@ -74,6 +76,17 @@ def test_chunks_and_prefixes_cut_no_image():
     assert images.prefix_ends(90) == [50]
     assert PromptImages([ImageRun(40, 64, "a")]).prefix_ends(97) == [32, 64, 96]
     assert [*PromptImages().prefix_ends(97)] == [32, 64, 96]
+
+
+def test_positions_go_on_behind_the_images_of_a_prompt():
+    digest = "1" * 29
+    ids = np.array([7, *image_ids(digest, 6), 8, 9])
+    expected = rope_positions(np.append(ids, [3, 4, 5]), {digest: (2, 3)})
+    images = PromptImages(find_runs(ids), rope_positions(ids, {digest: (2, 3)}))
+    assert images.rope_offset == 4 - 7
+    for start, end in ((0, 12), (0, 1), (1, 9), (7, 12), (10, 12)):
+        assert np.array_equal(images.positions_within(start, end), expected[:, start:end])
+    assert np.array_equal(PromptImages().positions_within(2, 5), [[2, 3, 4]] * 3)
 
 
 def test_patches_are_kept_as_far_as_memory_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -219,6 +232,17 @@ async def test_text_alone_is_as_before(vision: TinyVision):
     request = vision.ask(text(40), 8)
     vision.assert_logprobs(request, await engine.generate(request))
     await engine.close()
+
+
+async def test_positions_of_images_take_no_memory_in_every_slot(vision: TinyVision):
+    """A table of all positions would take 24 bytes for each token of each slot."""
+    cache = vision.serve(slots=4, max_len=192)._batcher.cache
+    layer_tables = {id(pool) for pool in cache.pools}
+    tables = [table for table in vars(cache).values() if isinstance(table, torch.Tensor)]
+    token_table_bytes = sum(
+        table.nbytes for table in tables if table.numel() >= 4 * 192 and id(table) not in layer_tables
+    )
+    assert token_table_bytes == cache.ids.nbytes + cache.logprobs.nbytes
 
 
 async def test_a_sampled_placeholder_ends_the_turn(vision: TinyVision):
@@ -402,9 +426,10 @@ async def test_requests_that_cannot_be_served_are_refused(vision: TinyVision, tm
     for reason, request in refused.items():
         with pytest.raises(EngineRefused, match=reason):
             await engine.generate(request)
-    for call in (engine.score(good.ids), engine.read(good.ids, 2, 1)):
-        with pytest.raises(EngineRefused, match="scores texts without images only"):
-            await call
+    with pytest.raises(EngineRefused, match="reads turns without images only"):
+        await engine.read(good.ids, 2, 1)
+    with pytest.raises(EngineRefused, match=f"the file of image {digest} is not among"):
+        await engine.score(good.ids)
     vision.assert_logprobs(good, await engine.generate(good))
     await engine.close()
 
@@ -412,6 +437,22 @@ async def test_requests_that_cannot_be_served_are_refused(vision: TinyVision, tm
     with pytest.raises(EngineRefused, match="has images: the model reads text only"):
         await text_engine.generate(replace(ask((1, *picture)), images=vision.files))
     await text_engine.close()
+
+
+async def test_rows_with_images_are_scored(vision_of_family: TinyVision):
+    vision = vision_of_family
+    engine = vision.serve()
+    ids = text(3) + vision.picture(2, 3) + text(5, 1) + vision.picture(3, 2, 1) + text(2, 2)
+    expected = vision.model(**vision.arguments(ids), use_cache=False).logits[0].log_softmax(-1)
+    scored_ids = [index for index, token in enumerate(ids) if index and token < FIRST_IMAGE_ID]
+    logprobs = await engine.score(ids, vision.files)
+    torch.testing.assert_close(
+        torch.tensor([logprobs[index - 1] for index in scored_ids]),
+        torch.stack([expected[index - 1, ids[index]] for index in scored_ids]).detach(),
+        **ROUNDING,
+    )
+    assert len(await engine.score(text(7))) == 6
+    await engine.close()
 
 
 async def test_a_missing_processor_refuses_images_alone(vision: TinyVision):

@@ -17,6 +17,7 @@ from asyncrl.types import PolicyVersion
 from tests.fakes import weights as fake_weights
 
 from .tiny import ask, assert_logprobs, prompt, serve, tiny
+from .tiny_images import tiny_vision
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +60,26 @@ async def test_a_recording_serves_other_batches(
     kinds = made(engine)
     assert len(kinds) == 5 and all(kinds.values()), kinds  # 0, 1 or 4 groups decode, with prompts or not
     assert move.call_count > 3
+    await engine.close()
+
+
+async def test_a_recording_made_with_text_serves_turns_with_images(tmp_path: Path):
+    vision = tiny_vision("qwen3_vl", tmp_path)
+    engine = vision.serve(slots=2, budget=24)
+    text_request = vision.ask(prompt(9), 8, "text")
+    vision.assert_logprobs(text_request, await engine.generate(text_request))
+    assert made(engine)[recorded.StepKind(1, 1, False)]
+
+    picture = vision.picture(4, 7)
+    requests = [
+        vision.ask(prompt(30) + picture + prompt(2), 9, "picture"),
+        vision.ask(prompt(3, seed=1), 6, "text"),
+        vision.ask(prompt(30) + picture + prompt(2), 9, "the same picture", key=1),
+    ]
+    for request, generation in zip(
+        requests, await asyncio.gather(*map(engine.generate, requests)), strict=True
+    ):
+        vision.assert_logprobs(request, generation)
     await engine.close()
 
 

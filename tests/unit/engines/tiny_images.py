@@ -24,11 +24,12 @@ from asyncrl.vision.files import StoredImage, prepare_decoded
 from asyncrl.vision.image_ids import FIRST_IMAGE_ID, find_runs, image_ids, with_placeholders
 from asyncrl.vision.layout import ImageLayout, read_image_layout
 from asyncrl.vision.pixels import PixelReader, Pixels
-from tests.fakes.tiny_families import FAMILIES, random_model
+from tests.fakes.tiny_families import EARLIER_VISION_FAMILIES, FAMILIES, random_model
 
 from .tiny import ROUNDING, ask
 
 Ids = tuple[int, ...]
+VISION_FAMILIES = FAMILIES | EARLIER_VISION_FAMILIES
 
 
 @dataclass
@@ -106,14 +107,14 @@ class TinyVision:
 
 @cache
 def _model(family: str) -> PreTrainedModel:
-    return random_model(FAMILIES[family], FAMILIES[family].configuration(), seed=0).eval()
+    return random_model(VISION_FAMILIES[family], VISION_FAMILIES[family].configuration(), seed=0).eval()
 
 
 def tiny_vision(family: str, directory: Path, **processor: object) -> TinyVision:
     """Write the configuration of a family's model and processor. `processor`: settings that differ."""
     model = _model(family)
     model.config.save_pretrained(directory)
-    settings: Mapping[str, object] = (FAMILIES[family].preprocessor or {}) | processor
+    settings: Mapping[str, object] = (VISION_FAMILIES[family].preprocessor or {}) | processor
     (directory / "preprocessor_config.json").write_text(json.dumps(settings))
     return TinyVision(directory, copy.deepcopy(model))
 

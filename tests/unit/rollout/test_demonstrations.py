@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import PIL.Image
 import pytest
 import torch
 
@@ -21,9 +23,20 @@ from asyncrl.rollout.demonstrations import (
 )
 from asyncrl.rollout.episode_run import EpisodeRun
 from asyncrl.tools import Toolbox, load_tools
-from asyncrl.types import FailReason, Generation, Message, PolicyVersion, Sample, StopReason, Turn
+from asyncrl.types import (
+    IMAGE_MARK,
+    FailReason,
+    Generation,
+    Message,
+    PolicyVersion,
+    Sample,
+    StopReason,
+    Turn,
+)
+from asyncrl.vision.files import prepare_decoded
 from asyncrl.weights import disk
 from asyncrl.wire.messages.worker import Finished, Generated
+from tests.fakes.chat import IMAGE_LAYOUT, FakeChat
 from tests.fakes.episodes import TurnBench
 from tests.fakes.weights import publish
 from tests.unit.rollout.test_check_chat import parts_of, saved
@@ -82,6 +95,23 @@ def test_one_that_is_held_out_is_scored() -> None:
     bench = Shown()
     bench.engine.score = lambda ids: asyncio.sleep(0, tuple(math.nan for _ in ids[1:]))  # type: ignore[method-assign]
     assert bench.failed(lane="eval").reason is FailReason.ENGINE_ERROR
+
+
+def test_one_with_an_image_that_is_held_out_is_scored_with_the_file() -> None:
+    image = prepare_decoded(PIL.Image.new("RGB", (32, 32), "blue"), IMAGE_LAYOUT)
+    question = Message("user", f"see {IMAGE_MARK}", images=(image.ref,))
+    bench = Shown((question, WELL), chat=FakeChat(image_layout=IMAGE_LAYOUT))
+    bench.context.images.keep_file(image.ref.digest, image.file)
+    scored_images = list[Mapping[str, bytes]]()
+
+    async def score(ids: tuple[int, ...], images: Mapping[str, bytes]) -> tuple[float, ...]:
+        scored_images.append(images)
+        return (-0.5,) * (len(ids) - 1)
+
+    bench.engine.score = score  # type: ignore[method-assign]
+    end = bench.finished(lane="eval")
+    assert end.result.components["nll"] == pytest.approx(0.5)
+    assert scored_images == [{image.ref.digest: image.file}]
 
 
 def test_log_probs_of_turns_in_several_rows() -> None:

@@ -12,7 +12,7 @@ import msgspec
 import PIL.Image
 import pytest
 
-from asyncrl.buffer.records import RESUMABLE
+from asyncrl.buffer.records import LOSSES, RESUMABLE, EpisodeRecord
 from asyncrl.environments import image_observation
 from asyncrl.gateway import Endpoint
 from asyncrl.rollout import images
@@ -231,7 +231,9 @@ def test_an_agent_with_images_goes_on_after_a_crash() -> None:
     assert posted_images(resumed) == [(Generated, [BLUE_DIGEST])]
 
 
-def test_an_episode_whose_image_is_lost_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_episode_whose_image_is_lost_starts_again_within_its_retries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def lose(worker_images: WorkerImages, digests: Sequence[str]) -> dict[str, bytes]:
         raise LostImageError(f"image {digests[0]} is no longer stored")
 
@@ -239,8 +241,10 @@ def test_an_episode_whose_image_is_lost_starts_again(monkeypatch: pytest.MonkeyP
     bench = TurnBench(["7", "42"], nothing, Gallery, chat=chat())
     monkeypatch.setattr(EpisodeImages, "add", lambda episode_images, image: image.ref)
     failure = bench.failed()
-    assert failure.reason is FailReason.EPISODE_ERROR
-    assert failure.reason not in RESUMABLE
+    assert failure.reason is FailReason.IMAGE_LOST
+    assert failure.reason not in RESUMABLE and failure.reason not in LOSSES
+    episode = EpisodeRecord("u", 0, 0)
+    assert [episode.prepare_retry(failure.reason, retries=2) for _ in range(3)] == [True, True, False]
     assert f"image {RED_DIGEST} is no longer stored" in failure.detail
 
 

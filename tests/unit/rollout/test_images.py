@@ -23,7 +23,7 @@ from asyncrl.types import (
     ToolReply,
     Turn,
 )
-from asyncrl.vision.files import StoredImage, image_digest
+from asyncrl.vision.files import ImageError, StoredImage, image_digest
 from asyncrl.vision.image_ids import image_ids
 from asyncrl.wire.messages.shared import Attempt, ImageFiles, ImageRequest
 from asyncrl.wire.messages.worker import Records, Sampled
@@ -182,6 +182,36 @@ async def test_a_cancelled_post_brings_no_image() -> None:
     outbox.acknowledge(1)
     await records.post_turn(with_image, session=0, seconds=2.0)
     assert episode.unposted_files([FIRST]) == ()
+
+
+async def test_a_request_of_more_files_than_are_kept_asks_once_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(images, "CACHE_BYTES", 1)
+    coordinator = Coordinator()
+    for _ in range(2):
+        assert await coordinator.worker.files_of([*FILES, *FILES]) == FILES
+    assert coordinator.requests == [(FIRST, SECOND, THIRD), (FIRST, SECOND)]
+
+
+async def test_room_for_images_comes_back_with_each_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "MAX_UNPOSTED_BYTES", len(FILES[FIRST]) + len(FILES[SECOND]))
+    episode = EpisodeImages(Coordinator().worker, ())
+    episode.add(stored(FIRST))
+    episode.add(stored(SECOND))
+    episode.add(stored(SECOND))
+    with pytest.raises(ImageError, match="use fewer or smaller images"):
+        episode.add(stored(THIRD))
+
+    durable: asyncio.Future[None] = asyncio.Future()
+    episode.mark_posted([FIRST], durable)
+    episode.add(stored(THIRD))
+    durable.set_result(None)
+    await asyncio.sleep(0)  # callbacks of the future
+    with pytest.raises(ImageError):
+        episode.add(StoredImage(ImageRef("0" * 29, 32, 32), b"fourth image"))
+    episode.discard_unposted()
+    assert episode._unposted_bytes == 0 and episode.unposted_files(FILES) == ()
 
 
 async def test_durable_files_are_kept_within_the_bound_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

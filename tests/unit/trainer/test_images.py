@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +20,7 @@ from torch import Tensor
 from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.config import ModelConfig, Packing
 from asyncrl.engines.torch.engine import replace_weights
-from asyncrl.errors import ConfigError, ProtocolError
+from asyncrl.errors import ConfigError, DeadlineError, ProtocolError
 from asyncrl.launch.models import check_model
 from asyncrl.model_class import auto_class_of, read_config
 from asyncrl.store.checkpoints import CheckpointManifest
@@ -31,8 +34,15 @@ from asyncrl.trainer.performance import FlopCount
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, Generation, StopReason, Turn, VersionSpan
+from asyncrl.vision import pixels as pixels_module
 from asyncrl.vision.files import StoredImage, prepare_decoded
-from asyncrl.vision.image_ids import FIRST_IMAGE_ID, find_runs, image_ids, with_placeholders
+from asyncrl.vision.image_ids import (
+    DIGEST_DIGITS,
+    FIRST_IMAGE_ID,
+    find_runs,
+    image_ids,
+    with_placeholders,
+)
 from asyncrl.vision.layout import ImageLayout, read_image_layout
 from asyncrl.vision.pixels import PixelReader, Pixels
 from asyncrl.weights.checkpoint_match import trained_shapes
@@ -327,6 +337,104 @@ def test_pixels_are_dropped_beyond_the_limit_of_their_memory(
     image_pixels.drop_files()
     with pytest.raises(ProtocolError, match="no file of image"):
         image_pixels.pixels_of(digests)
+
+
+def turn_with(context: Sequence[int], taught: Sequence[int] = ()) -> Turn:
+    generation = Generation((1,), (-0.5,), (VersionSpan(0, 1, 0, 0),), StopReason.STOP)
+    return Turn(0, tuple(context), generation, taught=tuple(taught))
+
+
+def test_episodes_whose_images_do_not_fit_are_left_out(model_paths: Callable[[str], str]) -> None:
+    conversations = Conversations(model_paths("qwen3_vl"))
+    wide, tall, other_wide = conversations.files
+    layout = conversations.layout
+    # Of as many whole patches as the image has ids, and of another model's patches.
+    odd_file = io.BytesIO()
+    PIL.Image.new("RGB", (3 * layout.factor + 14, 2 * layout.factor)).save(odd_file, "PNG")
+    odd = "1" * DIGEST_DIGITS
+    damaged = "2" * DIGEST_DIGITS
+    lost = "3" * DIGEST_DIGITS
+    headless = "4" * DIGEST_DIGITS
+    image_pixels = ImagePixels(model_paths("qwen3_vl"), layout)
+    image_pixels.add_files(
+        conversations.files
+        | {
+            odd: odd_file.getvalue(),
+            damaged: conversations.files[wide][:-200],
+            headless: b"no image",
+        }
+    )
+    sound = turn_with([5, *image_ids(wide, 6), 6])
+    reasons = image_pixels.unreadable_episodes(
+        {
+            "sound": [sound, turn_with([*image_ids(tall, 8)])],
+            "text": [turn_with([5, 6])],
+            "other size": [sound, turn_with([*image_ids(other_wide, 8)])],
+            "cut": [turn_with([5, *image_ids(tall, 8)[:5]])],
+            "for a teacher": [turn_with([5], taught=[5, *image_ids(tall, 6)])],
+            "odd": [turn_with([*image_ids(odd, 6)])],
+            "damaged": [turn_with([*image_ids(damaged, 6)]), sound],
+            "headless": [turn_with([*image_ids(headless, 6)])],
+            "lost": [turn_with([*image_ids(lost, 6)])],
+        }
+    )
+    size = f"{2 * layout.factor} x {4 * layout.factor} pixels"
+    expected = {
+        "other size": f"image {other_wide} has .* pixels, which do not fit 8 ids",
+        "cut": f"image {tall} has {size}, which do not fit 5 ids",
+        "for a teacher": f"image {tall} has {size}, which do not fit 6 ids",
+        "odd": f"image {odd} has .* pixels, which do not fit 6 ids",
+        "damaged": f"image {damaged}: a stored image cannot be decoded",
+        "headless": f"image {headless}: a stored image cannot be decoded",
+        "lost": f"image {lost} is lost",
+    }
+    assert reasons.keys() == expected.keys()
+    assert all(re.match(pattern, reasons[uid]) for uid, pattern in expected.items()), reasons
+
+
+def test_images_of_a_part_are_decoded_once(
+    model_paths: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversations = Conversations(model_paths("qwen3_vl"))
+    decoded_files = list[bytes]()
+    decode = pixels_module.decode_stored
+    monkeypatch.setattr(
+        pixels_module, "decode_stored", lambda file: decoded_files.append(file) or decode(file)
+    )
+    turns_by_uid = {str(index): [turn_with(row)] for index, row in enumerate(conversations.sequences)}
+    assert conversations.image_pixels.unreadable_episodes(turns_by_uid) == {}
+    for packing in LAYOUTS:
+        conversations.select(packing)
+    assert sorted(decoded_files) == sorted(conversations.files.values())
+
+
+def test_the_wait_for_images_has_a_name_and_an_end(
+    model_paths: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversations = Conversations(model_paths("qwen3_vl"))
+    may_decode = threading.Event()
+    decode = pixels_module.decode_stored
+    monkeypatch.setattr(pixels_module, "decode_stored", lambda file: may_decode.wait(60) and decode(file))
+    monkeypatch.setattr(images, "READ_POLL_SECONDS", 0.001)
+    announced = list[str]()
+
+    def announce(wait_name: str) -> None:
+        announced.append(wait_name)
+        if len(announced) == 3:
+            may_decode.set()
+
+    patient = ImagePixels(model_paths("qwen3_vl"), conversations.layout, 60.0, announce)
+    patient.add_files(conversations.files)
+    digest = next(iter(conversations.files))
+    patient.pixels_of([digest])
+    assert announced[:3] == [images.READ_WAIT] * 3 and announced[-1] == ""
+
+    may_decode.clear()
+    hurried = ImagePixels(model_paths("qwen3_vl"), conversations.layout, 0.0)
+    hurried.add_files(conversations.files)
+    with pytest.raises(DeadlineError, match="waited 0 s for images to be decoded"):
+        hurried.pixels_of([digest])
+    may_decode.set()
 
 
 def episodes_of(conversations: Conversations, path: str) -> list[Episode]:

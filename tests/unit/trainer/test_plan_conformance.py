@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from itertools import chain
@@ -107,12 +107,12 @@ def train(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str)
     finish = Learner.finish
     uids = list[str]()
 
-    def accumulating(learner: Learner, work: PlannedWork, image_files: Mapping[str, bytes]) -> None:
+    def accumulating(learner: Learner, work: PlannedWork) -> None:
         work = list(work)
         if index == config.trainer.ranks - 1:
             fault.at("handed out")
         uids.extend(planned.uid for planned, _ in work)
-        accumulate(learner, work, image_files)
+        accumulate(learner, work)
 
     def finishing(learner: Learner) -> dict[str, float]:
         metrics = finish(learner)

@@ -23,6 +23,8 @@ from asyncrl.trainer import checkpoint, client
 from asyncrl.trainer import rank as module
 from asyncrl.trainer.checkpointing import Checkpointing
 from asyncrl.trainer.client import HEARTBEAT_SECONDS, Stopped
+from asyncrl.trainer.images import ImagePixels
+from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.performance import Stopwatch
 from asyncrl.trainer.rank import SAVE_AGAIN_SECONDS, TrainerRank
 from asyncrl.trainer.recompute import Recomputation
@@ -45,7 +47,7 @@ from asyncrl.wire.messages.trainer import (
     is_answer,
 )
 from asyncrl.wire.sockets import Endpoints
-from tests.fakes.image_data import image_file
+from tests.fakes.image_data import LAYOUT, image_file, write_image_processor
 from tests.fakes.raised import BASE_EXCEPTIONS
 
 
@@ -60,7 +62,10 @@ class FakeLearner:
         self.token_budget = 1
         self.recomputation = Recomputation(TrainerConfig())
         self.after_micro_batch = lambda: None
+        self.announce_wait = lambda wait_name: None
         self.rank_part = lambda planned: [list(planned)] if planned else []
+
+    take_images = Learner.take_images
 
     def work(self, micros: int) -> None:
         for _ in range(micros):
@@ -188,7 +193,7 @@ def test_a_wait_that_is_over_is_withdrawn_before_the_rank_computes(
     rank.client._poller = SimpleNamespace(wait=lambda seconds: computes("it waits"))  # type: ignore[assignment]
     monkeypatch.setattr(module, "try_largest", lambda learner: computes("it tries"))
     monkeypatch.setattr(rank, "_publish_probe", lambda: computes("it scores"))
-    monkeypatch.setattr(rank, "_train_part", lambda plan, work, image_files: computes("it trains"))
+    monkeypatch.setattr(rank, "_train_part", lambda plan, work: computes("it trains"))
     monkeypatch.setattr(rank, "_save_last", stopped)
     with pytest.raises(Stopped):
         rank.loop()
@@ -246,19 +251,22 @@ def test_no_rank_trains_before_all_hold_their_payloads(rank: TrainerRank, clock:
     rank.client._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
     rank.client.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
     rank.client.control.receive = lambda timeout: None  # type: ignore[method-assign]
-    plan, work, image_files = rank._take_plan(0)
-    assert (plan.kind, work, image_files, [*looks]) == ("step", [], {}, [])
+    plan, work = rank._take_plan(0)
+    assert (plan.kind, work, [*looks]) == ("step", [], [])
     assert "the other ranks' payloads" in [
         m.waiting for m in rank.client.control.sent if isinstance(m, TrainerHeartbeat)
     ]  # type: ignore[attr-defined]
 
 
-def test_an_episode_with_a_damaged_image_is_not_trained(
-    rank: TrainerRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_episodes_with_a_lost_or_damaged_image_are_not_trained(
+    rank: TrainerRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files = [image_file(color="red"), image_file(color="blue", kind="JPEG"), image_file(color="green")]
+    write_image_processor(tmp_path)
+    rank.learner.image_pixels = ImagePixels(str(tmp_path), LAYOUT)  # type: ignore[misc]
+    colors = ("red", "blue", "green", "white")
+    digests = [image_digest(image_file(color=color)) for color in colors]
+    files = [image_file(color=color) for color in colors[:3]]
     files[2] = files[2][:60]
-    digests = [image_digest(file) for file in files]
     generation = Generation((1,), (-0.5,), (VersionSpan(0, 1, 0, 0),), StopReason.STOP)
     work: list[Any] = [
         (SimpleNamespace(uid=f"g/{index}"), [Turn(0, (1, *image_ids(digest, 4)), generation)])
@@ -266,12 +274,15 @@ def test_an_episode_with_a_damaged_image_is_not_trained(
     ]
 
     def answer_request(request: Any, purpose: str) -> tuple[ImageFiles, list[bytes]]:
-        return ImageFiles(request.digests), files
+        assert (request.digests, purpose) == (tuple(digests), "images of step 1")
+        return ImageFiles(request.digests, lost=(digests[3],)), files
 
     monkeypatch.setattr(rank.client, "request", answer_request)
-    assert rank._fetch_images(work, step=1) == dict(zip(digests[:2], files[:2], strict=True))
-    assert [trajectory.uid for trajectory, _ in work] == ["g/0", "g/1"]
-    assert f"episode g/2 is not trained: image {digests[2]} is lost or damaged" in caplog.text
+    trainable = rank._take_images(work, step=1)
+    assert [trajectory.uid for trajectory, _ in trainable] == ["g/0", "g/1"]
+    assert f"episode g/2 is not trained: image {digests[2]}: a stored image cannot be" in caplog.text
+    assert f"episode g/3 is not trained: image {digests[3]} is lost" in caplog.text
+    assert rank._take_images(work[:0], step=1) == []
 
 
 @pytest.mark.parametrize("stops", [True, False])

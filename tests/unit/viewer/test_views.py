@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +21,7 @@ from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.commands.status import describe_ending
 from asyncrl.config import read_config
 from asyncrl.data import samples_path
+from asyncrl.data.storage import ImageWriter, images_path
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.observe.files import write_status
 from asyncrl.observe.metrics import FILTERED, REWARD
@@ -283,6 +285,22 @@ def test_images_are_named_in_texts_and_shown(tmp_path: Path) -> None:
     for digest in ("", "0" * 29, "generated"):
         with pytest.raises(ConfigError, match="is not stored in the run"):
             views.answer("image", {"digest": digest})
+
+
+def test_the_images_of_the_data_stay_open(tmp_path: Path) -> None:
+    run_dirs = [save_run(tmp_path / name) for name in "ab"]
+    for run_dir, color in zip(run_dirs, ("red", "blue"), strict=True):
+        image = prepare_decoded(PIL.Image.new("RGB", (64, 48), color), IMAGE_LAYOUT)
+        with tempfile.TemporaryFile() as file:
+            writer = ImageWriter(file)
+            writer.add("d", image.file)
+            writer.finish().save(images_path(run_dir, "train"))
+
+    views = Views(run_dirs, ended)
+    answers = [views.answer("image", {"run": number, "digest": "d"}) for number in ("0", "1", "0")]
+    assert answers[0] == answers[2] != answers[1]
+    images_path(run_dirs[0], "train").unlink()  # a file that is opened again would not be found
+    assert views.answer("image", {"run": "0", "digest": "d"}) == answers[0]
 
 
 def test_a_function_of_the_users_is_not_run(run_dir: Path, tmp_path: Path) -> None:
