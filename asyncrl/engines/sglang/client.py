@@ -26,7 +26,7 @@ from asyncrl.engines.sglang.http import ServerApi, ServerGone
 from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, decode_event
 from asyncrl.errors import EngineError
 from asyncrl.types import NO_VERSION, Generation, PolicyVersion, StopReason, TokenScores
-from asyncrl.vision.image_ids import has_images
+from asyncrl.vision.image_ids import has_image_ids
 from asyncrl.wire.messages.worker import EngineUse
 
 SEED_MASK = (1 << 31) - 1
@@ -255,7 +255,7 @@ class SGLangClient:
 
 
 def _refuse_images(ids: tuple[int, ...]) -> None:
-    if has_images(ids):
+    if has_image_ids(ids):
         raise EngineRefused("servers do not read images yet; use the embedded engine (engine=torch)")
 
 

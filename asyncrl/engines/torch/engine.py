@@ -25,7 +25,7 @@ from asyncrl.engines.torch.images import NO_IMAGES, TEXT_ONLY, ImageReader, Prom
 from asyncrl.errors import EngineError, one_line
 from asyncrl.model_class import frozen_parts, is_within
 from asyncrl.types import Generation, StopReason, TokenScores
-from asyncrl.vision.image_ids import has_images
+from asyncrl.vision.image_ids import has_image_ids
 from asyncrl.weights import disk
 from asyncrl.weights.adapters import Adapters
 from asyncrl.weights.checkpoint_match import load_pretrained
@@ -107,7 +107,7 @@ class TorchEngine:
 
         check_request(request, self._vocabulary_size, self._batcher.cache.max_len)
         self._image_reader.check(request)
-        images = await self._read_images(request) if has_images(request.ids) else NO_IMAGES
+        images = await self._read_images(request) if has_image_ids(request.ids) else NO_IMAGES
         if images is None:  # the session was released
             return NOTHING
 
@@ -257,7 +257,7 @@ class TorchEngine:
     @torch.inference_mode()
     def _score(self, ids: tuple[int, ...], count: int, top: int = 0, base: bool = False) -> TokenScores:
         """Score the last `count` ids with each adapter, or without any."""
-        if has_images(ids):
+        if has_image_ids(ids):
             raise EngineRefused("the embedded engine scores texts without images only; use another scorer")
 
         row_count = len(self._adapters.agents) if self._adapters and not base else 1

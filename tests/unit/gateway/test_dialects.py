@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from asyncrl.gateway import exchange, messages, text_completions
 from asyncrl.gateway.exchange import ApiError
-from asyncrl.gateway.images import PICTURE_NOTE
 from asyncrl.types import Message, StopReason, ToolCall
+from asyncrl.vision.content import IMAGE_NOTE
 from tests.fakes.dialects import DIALECTS, FUNCTION, LOOK, Dialect, Said, reply
 
 CHAT = DIALECTS["chat"]
@@ -354,7 +354,7 @@ def test_what_anthropics_clients_send_beside_texts() -> None:
     agent_exchange = MESSAGES.read(json.dumps(body).encode())
     assert agent_exchange.agent_request.messages == (
         Message("system", "be brief"),
-        Message("user", f"see\n{PICTURE_NOTE}"),
+        Message("user", f"see\n{IMAGE_NOTE}"),
         Message("assistant", "", CALLS[:1]),
         Message("tool", "Error: no", tool_call_id="call_0", name="look"),
         Message("user", "so?"),
@@ -407,7 +407,7 @@ def test_no_text_of_anthropics_clients_is_lost() -> None:
     ]
     said = [{"role": "user", "content": [{"type": "document", "source": one} for one in sources]}]
     (read,) = MESSAGES.read(json.dumps({"messages": said}).encode()).agent_request.messages
-    assert read.content == f"one\ntwo\nthree\n{PICTURE_NOTE}\n{PICTURE_NOTE}"
+    assert read.content == f"one\ntwo\nthree\n{IMAGE_NOTE}\n{messages.DOCUMENT_NOTE}"
     search_error = {"type": "web_search_tool_result", "tool_use_id": "a", "content": {"error_code": "x"}}
     own = [{"type": "server_tool_use", "id": "a", "name": "n"}, search_error, {"type": "text", "text": "hi"}]
     turns = [{"role": "assistant", "content": own}, {"role": "user", "content": "q"}]

@@ -13,8 +13,9 @@ import pytest
 
 from asyncrl.gateway import Gateway, completions, images, messages, responses
 from asyncrl.gateway.exchange import Exchange
-from asyncrl.gateway.images import PICTURE_NOTE, TEXT_ONLY, RequestImages
+from asyncrl.gateway.images import TEXT_ONLY, RequestImages
 from asyncrl.types import IMAGE_MARK, ImageRef, Message
+from asyncrl.vision.content import IMAGE_NOTE
 from asyncrl.vision.files import ImageError, StoredImage, prepare_image
 from tests.fakes.chat import IMAGE_LAYOUT
 from tests.fakes.hosts import FakeHost, fetch, served
@@ -121,8 +122,8 @@ def test_a_model_of_text_reads_a_note(
     read: Read, body: Callable[..., dict[str, Any]], separator: str
 ) -> None:
     user, _, tool = read_messages(read, body("not even base64"), TEXT_ONLY)
-    assert (user.content, user.images) == (f"see{separator}{PICTURE_NOTE}", ())
-    assert (tool.content, tool.images) == (f"seen{separator}{PICTURE_NOTE}", ())
+    assert (user.content, user.images) == (f"see{separator}{IMAGE_NOTE}", ())
+    assert (tool.content, tool.images) == (f"seen{separator}{IMAGE_NOTE}", ())
 
 
 @every_dialect
