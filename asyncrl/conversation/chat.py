@@ -78,7 +78,6 @@ class Chat:
             }
             image_tokens |= find_image_tokens(renderer, controls)
             renderer = replace_field(renderer, plain_text=self.plain_text)
-        self._image_tokens = image_tokens
         self._image_pattern = _pattern_of_any(image_tokens)
         self._render = renderer
 
