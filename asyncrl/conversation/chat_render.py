@@ -176,7 +176,7 @@ def _find_shape(tokenizer: Tokenizer, format_date: Callable[[str], str], options
     content_lists = _needs_content_lists(tokenizer, format_date, options)
     flags = itertools.product((False, True), repeat=len(astuple(Shape())) - 1)
     shapes = sorted(
-        (Shape(*shape_flags, content_lists=content_lists) for shape_flags in flags),
+        (replace_field(shape, content_lists=content_lists) for shape in itertools.starmap(Shape, flags)),
         key=lambda shape: (shape.user_replies, shape.bare_calls, sum(astuple(shape))),
     )
     for _, similar_shapes in itertools.groupby(shapes, key=lambda shape: shape.user_replies):
