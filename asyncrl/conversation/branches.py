@@ -436,6 +436,9 @@ class Branches:
         is_side: bool,
     ) -> Placement | Refusal:
         chat = self._rules.chat
+        if isinstance(prompt, str):
+            prompt = chat.plain_text(prompt)
+
         row_number, continuation = self._text_rows.find_continued_row(
             prompt, self._free_rows(request, is_side)
         )
@@ -457,7 +460,9 @@ class Branches:
             context = continuation
 
         if chat.image_layout is not None and chat.image_layout.placeholder in context:
-            raise ConfigError("the prompt contains an image token; remove the token, or send the image")
+            raise ConfigError(
+                "the prompt contains the token ID of an image; remove the ID, or send the image in a message"
+            )
 
         return self._make_placement(request, row_number, context, row_messages + request.messages, is_side)
 

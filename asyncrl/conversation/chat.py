@@ -12,13 +12,20 @@ import datetime
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace as replace_field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from asyncrl.conversation.chat_probe import Continuation, TemplateProbe, WrittenCall, common_prefix
+from asyncrl.conversation.chat_probe import (
+    Continuation,
+    TemplateProbe,
+    WrittenCall,
+    common_prefix,
+    find_image_tokens,
+)
 from asyncrl.conversation.chat_render import Tokenizer, find_renderer, fold
 from asyncrl.conversation.tokenizer import CHARACTERS_PER_TOKEN, ChunkEncoder, Cut, shorten
 from asyncrl.errors import ConfigError
@@ -56,13 +63,23 @@ class Chat:
         format_date = (today or datetime.date.today()).strftime
         self._tokenizer = tokenizer
         self.image_layout = image_layout
-        self._render = find_renderer(tokenizer, format_date, options)
+        renderer = find_renderer(tokenizer, format_date, options)
         special_texts = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
         ids_by_text = {
             text: tokenizer.encode(text, add_special_tokens=False) for text in special_texts if text
         }
         # A text that is read as several tokens (special tokens can be switched off) is no control token.
         controls = {text: ids[0] for text, ids in ids_by_text.items() if len(ids) == 1}
+
+        image_tokens: set[str] = set()
+        if image_layout is not None:
+            image_tokens |= {
+                token for token, token_id in controls.items() if token_id == image_layout.placeholder
+            }
+            image_tokens |= find_image_tokens(renderer, controls)
+            renderer = replace_field(renderer, plain_text=self.plain_text)
+        self._image_pattern = _pattern_of_any(image_tokens)
+        self._render = renderer
 
         self._probe = TemplateProbe(self._render, controls)
         written_tokens = self._probe.written_tokens(str(tokenizer.chat_template))
@@ -77,7 +94,7 @@ class Chat:
             *(str(token) for token in added_tokens.values() if token.special),
         }
 
-        self._control_pattern = _pattern_of_any(markup_tokens | special_tokens)
+        self._control_pattern = _pattern_of_any(markup_tokens | special_tokens | image_tokens)
         eos_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         all_stop_ids = [*(controls[token] for token in self._probe.stop_tokens()), *eos_ids, *extra_stop_ids]
         if image_layout is not None:
@@ -188,7 +205,8 @@ class Chat:
         text = conversation_text.removeprefix(prompt_text)
         stop_match = self._stop_pattern.search(text)
         turn_text = text[: stop_match.start()] if stop_match else text
-        if message.content.strip() not in turn_text or message.reasoning.strip() not in turn_text:
+        model_texts = (message.content.strip(), message.reasoning.strip())
+        if any(self.plain_text(model_text) not in turn_text for model_text in model_texts):
             raise ConfigError(
                 f"the chat template writes {turn_text[:QUOTED_CHARACTERS]!r} where the turn says "
                 f"{message.content[:QUOTED_CHARACTERS]!r}"
@@ -210,6 +228,11 @@ class Chat:
         """Encode text without the template; at the `beginning` of a row with the tokens that the tokenizer
         puts at the start of a text."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=beginning))
+
+    def plain_text(self, text: str) -> str:
+        """Return text in which a space breaks tokens of images (`< |image_pad|>`): only the template writes
+        such tokens."""
+        return _break_tokens(self._image_pattern, text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of a turn without the stop id; tags of tool calls stay, even as special tokens. An
@@ -275,7 +298,7 @@ class Chat:
         )
 
     def _without_control(self, text: str) -> str:
-        return self._control_pattern.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+        return _break_tokens(self._control_pattern, text)
 
     def check_history(
         self, history: Literal["append", "fork", "fold"], roles: Iterable[str], calls_shown: bool = False
@@ -347,7 +370,7 @@ class Chat:
         text, mark, _ = self._render((*history, marked_message), tools, opening=False).rpartition(
             CONTINUATION_MARK
         )
-        if not mark or last_message.content.strip() not in text:
+        if not mark or self.plain_text(last_message.content.strip()) not in text:
             raise ConfigError(
                 "the chat template does not write the beginning of the turn, "
                 f"{last_message.content[:QUOTED_CHARACTERS]!r}"
@@ -370,7 +393,12 @@ def prefill_of(messages: Sequence[Message]) -> str:
 
 
 def _pattern_of_any(tokens: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True) if token))
+    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _break_tokens(tokens: re.Pattern[str], text: str) -> str:
+    return tokens.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
 
 def _is_long(messages: Sequence[Message]) -> bool:

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from asyncrl.conversation.chat_render import Accepted, Render
 from asyncrl.errors import ConfigError
-from asyncrl.types import MALFORMED_CALL, Message, ToolCall
+from asyncrl.types import IMAGE_MARK, MALFORMED_CALL, ImageRef, Message, ToolCall
 
 # Tokens that end only turns with tool calls: gpt-oss, Llama, GLM.
 CALL_TURN_ENDS = (
@@ -381,6 +381,17 @@ class TemplateProbe:
 
         # Nothing in common: an answered turn ends otherwise (gpt-oss).
         return common_tail[:turn_length] or turn_tail
+
+
+def find_image_tokens(render: Render, controls: Iterable[str]) -> set[str]:
+    """Return the control tokens that the template writes for an image; none if it cannot write images."""
+    image_message = Message("user", IMAGE_MARK, images=(ImageRef("", height=0, width=0),))
+    try:
+        text = render([_USER_MESSAGE])
+        text_with_image = render([image_message])
+    except ConfigError:
+        return set()
+    return {token for token in controls if token and text_with_image.count(token) > text.count(token)}
 
 
 def common_prefix(first_text: str, second_text: str) -> str:

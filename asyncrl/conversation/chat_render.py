@@ -12,6 +12,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from dataclasses import replace as replace_field
 from typing import Any, Protocol
@@ -52,6 +53,7 @@ class Shape:
     one_text: bool = False  # reasoning or content next to calls, not both (gpt-oss)
     called_only: bool = False  # tool messages need a call before them (Mistral, gpt-oss), malformed or not
     user_replies: bool = False  # there is no tool role (Gemma): replies become messages of the user
+    content_lists: bool = False  # content is a list of parts, also without images (LLaVA, Idefics, SmolVLM)
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,15 @@ class Renderer:
     """Renders messages and tools (JSON text) as text; `opening`: the start of the model's turn follows.
     ConfigError when the template refuses the messages. `day` formats the date for templates that write a
     date, which must not change while an episode runs; `options` are further arguments of the template.
-    `distinct_ids`: the template does not write the ids of calls, so every call gets an id of its own."""
+    `distinct_ids`: the template does not write the ids of calls, so every call gets an id of its own.
+    `plain_text`: applied to each text of the messages and tools."""
 
     tokenizer: Tokenizer
     shape: Shape
     day: Callable[[str], str]
     options: Mapping[str, Any]
     distinct_ids: bool = False
+    plain_text: Callable[[str], str] | None = None
 
     def __call__(
         self, messages: Sequence[Message], tools: tuple[str, ...] = (), *, opening: bool = True
@@ -76,9 +80,10 @@ class Renderer:
         shaped_messages = list(_shape_messages(messages, self.shape))
         try:
             with users_code():
+                template_messages = [_template_message(message, self.shape) for message in shaped_messages]
                 text: str = self.tokenizer.apply_chat_template(
-                    [_template_message(message, self.shape) for message in shaped_messages],
-                    tools=[json.loads(tool) for tool in tools] or None,
+                    self._with_plain_texts(template_messages),
+                    tools=self._with_plain_texts([json.loads(tool) for tool in tools]) or None,
                     tokenize=False,
                     add_generation_prompt=opening,
                     strftime_now=self.day,
@@ -91,6 +96,18 @@ class Renderer:
             ) from error
 
         return encodable(text)
+
+    def _with_plain_texts(self, value: Any) -> Any:
+        """Return a JSON value with `plain_text` of all its texts."""
+        if self.plain_text is None:
+            return value
+        if isinstance(value, str):
+            return self.plain_text(value)
+        if isinstance(value, list):
+            return [self._with_plain_texts(item) for item in value]
+        if isinstance(value, dict):
+            return {self.plain_text(key): self._with_plain_texts(item) for key, item in value.items()}
+        return value
 
 
 @dataclass(frozen=True)
@@ -156,9 +173,11 @@ def _find_shape(tokenizer: Tokenizer, format_date: Callable[[str], str], options
     """Return the shape nearest to the default in which the template shows turns with calls, well-formed or
     not, and the replies; else a shape in which the template shows the replies only. Shapes with a tool role
     come first, and shapes that show the content. The default shape for a template that cannot show tools."""
-    flags = itertools.product((False, True), repeat=len(astuple(Shape())))
+    content_lists = _needs_content_lists(tokenizer, format_date, options)
+    flags = itertools.product((False, True), repeat=len(astuple(Shape())) - 1)
     shapes = sorted(
-        itertools.starmap(Shape, flags), key=lambda s: (s.user_replies, s.bare_calls, sum(astuple(s)))
+        (replace_field(shape, content_lists=content_lists) for shape in itertools.starmap(Shape, flags)),
+        key=lambda shape: (shape.user_replies, shape.bare_calls, sum(astuple(shape))),
     )
     for _, similar_shapes in itertools.groupby(shapes, key=lambda shape: shape.user_replies):
         parts_by_shape = {
@@ -175,7 +194,22 @@ def _find_shape(tokenizer: Tokenizer, format_date: Callable[[str], str], options
             ):
                 return matching_shape
 
-    return Shape()
+    return Shape(content_lists=content_lists)
+
+
+def _needs_content_lists(
+    tokenizer: Tokenizer, format_date: Callable[[str], str], options: Mapping[str, Any]
+) -> bool:
+    """Return True if the template shows content that is a list of parts, but not content that is a text."""
+    messages = (Message("user", "asyncrl-question"), Message("assistant", "asyncrl-turn"))
+    for content_lists in (False, True):
+        render = Renderer(tokenizer, Shape(content_lists=content_lists), format_date, options)
+        with suppress(ConfigError):
+            text = render(messages, opening=False)
+            if all(message.content in text for message in messages):
+                return content_lists
+
+    return False
 
 
 def _shown_parts(render: Render) -> tuple[str, ...]:
@@ -322,9 +356,10 @@ def _template_message(message: Message, shape: Shape) -> dict[str, Any]:
     """Return a message as the template reads messages. Most templates read `reasoning_content`, gpt-oss
     `thinking`, Solar-Open `reasoning`."""
     template_message = message.openai()
-    if message.images:
+    if message.images or shape.content_lists:
+        parts = message.content_parts() or [{"type": "text", "text": ""}]
         template_message["content"] = [
-            {"type": "image"} if part["type"] == "image" else part for part in message.content_parts()
+            {"type": "image"} if part["type"] == "image" else part for part in parts
         ]
     if shape.bare_calls and message.tool_calls:
         template_message["content"] = None

@@ -162,8 +162,8 @@ class TextRows:
         self, prompt: TextPrompt, rows: Iterable[tuple[int, TokenRow]]
     ) -> tuple[int | None, TextPrompt]:
         """Find the row that the prompt continues, and the continuation; None, and the whole prompt, if the
-        prompt continues no row. The row is the longest row that the prompt begins with. A text never begins
-        with a row that ends with the end of a turn: no text has that token."""
+        prompt continues no row. The row is the longest row that the prompt begins with. A text, which is
+        `plain_text`, never begins with a row that ends with the end of a turn: no text has that token."""
         continued_row = None
         matched_length = 0
         for row_number, row in rows:
@@ -171,7 +171,10 @@ class TextRows:
             if row.request.prompt is None or row_ended:
                 continue
 
-            row_prefix: Any = self._row_text(row.session, row.ids) if isinstance(prompt, str) else row.ids
+            row_prefix: Any = row.ids
+            if isinstance(prompt, str):
+                row_prefix = self._chat.plain_text(self._row_text(row.session, row.ids))
+
             # The tokenizer may have begun the row with added ids: compare without their text.
             if isinstance(prompt, str) and not prompt.startswith(row_prefix):
                 row_prefix = row_prefix.removeprefix(self._chat.decode(self._chat.text_ids("", True)))

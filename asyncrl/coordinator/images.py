@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.store.schema import StoreError
 from asyncrl.types import Turn
 from asyncrl.vision.files import MAX_STORED_BYTES, image_digest, is_image_file
-from asyncrl.vision.image_ids import has_images
+from asyncrl.vision.image_ids import has_image_ids
 from asyncrl.vision.layout import read_image_layout
 from asyncrl.wire.messages.shared import ImageFiles, ImageRequest
 
@@ -49,7 +49,7 @@ class ImageHandler:
     def check_turn(self, uid: str, turn: Turn) -> None:
         """Check that the model reads images if a turn has any: a trainer rank could not go on. ProtocolError
         if not. The trainer compares the files with the ids, and leaves out episodes in which they differ."""
-        if self._refusal and (has_images(turn.context) or has_images(turn.taught)):
+        if self._refusal and (has_image_ids(turn.context) or has_image_ids(turn.taught)):
             raise ProtocolError(f"episode {uid}, turn {turn.index}: image ids, but {self._refusal}")
 
     def store_files(self, uid: str, turn: int, files: Sequence[bytes]) -> None:

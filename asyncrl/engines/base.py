@@ -116,9 +116,11 @@ class Engine(Protocol):
         those of image ids mean nothing. `images`: as in Request, given only where `ids` have images. Waits
         while the engine sleeps."""
 
-    async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
+    async def read(
+        self, ids: tuple[int, ...], count: int, top: int, images: Mapping[str, bytes] = {}
+    ) -> TokenScores:
         """Score the last `count` ids, without adapters, at temperature 1, and name the `top` likeliest tokens
-        at each of these positions."""
+        at each of these positions. `images`: as in `score`."""
 
     async def close(self) -> None: ...
 

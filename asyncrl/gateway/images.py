@@ -2,7 +2,7 @@
 
     {"image_url": {"url": "data:image/png;base64,…"}} ──RequestImages──► RequestContent(IMAGE_MARK, ImageRef)
 
-Agents send all images again with each request. A model that reads text only gets PICTURE_NOTE instead.
+Agents send all images again with each request. A model that reads text only gets IMAGE_NOTE instead.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from asyncrl.errors import AsyncrlError
 from asyncrl.types import IMAGE_MARK, ImageRef
-from asyncrl.vision.content import ImageFile, prepare_in_turn, without_marks
+from asyncrl.vision.content import IMAGE_NOTE, ImageFile, prepare_in_turn, without_marks
 from asyncrl.vision.files import ImageError, StoredImage
 from asyncrl.vision.layout import ImageLayout
 
-PICTURE_NOTE = "[an image was here; this model reads only text]"
 MAX_EPISODE_IMAGES = 1024
 MAX_EPISODE_BYTES = 256 << 20  # of the stored files of an episode
+
+
+class HasImageError(AsyncrlError):
+    """A request that was read `without_images` has an image."""
 
 
 class RequestContent(NamedTuple):
@@ -47,8 +51,13 @@ class RequestImages:
         self.layout = layout
         self._add_image = add_image
         self._lock = threading.Lock()  # an agent keeps one thread busy at a time
-        self._images: dict[bytes, ImageRef] = {}  # by the hash of the base64
+        self._prepared: dict[bytes, ImageRef] = {}  # by the hash of the base64
         self._stored_bytes = 0
+
+    def without_images(self) -> RequestImages:
+        """Return a reader of requests to the same model that raises HasImageError for any image: it takes no
+        time and does not wait."""
+        return self if self.layout is None else _NoImages(self.layout)
 
     def read_text(self, text: str) -> RequestContent:
         return RequestContent(text if self.layout is None else without_marks(text))
@@ -56,7 +65,7 @@ class RequestImages:
     def read_url(self, url: Any) -> RequestContent:
         """Read an image from a data URL. ImageError for any other URL, and for a bad image."""
         if self.layout is None:
-            return RequestContent(PICTURE_NOTE)
+            return RequestContent(IMAGE_NOTE)
 
         head, _, encoded_file = url.partition(",") if isinstance(url, str) else ("", "", "")
         if not (head.startswith("data:") and head.endswith(";base64")):
@@ -68,23 +77,37 @@ class RequestImages:
     def read_base64(self, encoded_file: str) -> RequestContent:
         """Read an image from the base64 of a file. ImageError for a bad image, and for too many images."""
         if self.layout is None:
-            return RequestContent(PICTURE_NOTE)
+            return RequestContent(IMAGE_NOTE)
 
         key = hashlib.blake2b(encoded_file.encode(errors="replace"), digest_size=16).digest()
         with self._lock:
-            if key not in self._images:
-                self._images[key] = self._add_file(encoded_file, self.layout)
-            return RequestContent(IMAGE_MARK, (self._images[key],))
+            if key not in self._prepared:
+                self._prepared[key] = self._prepare(encoded_file, self.layout)
+            return RequestContent(IMAGE_MARK, (self._prepared[key],))
 
-    def _add_file(self, encoded_file: str, layout: ImageLayout) -> ImageRef:
-        if len(self._images) >= MAX_EPISODE_IMAGES:
-            raise ImageError(f"an episode can have at most {MAX_EPISODE_IMAGES} images")
+    def _prepare(self, encoded_file: str, layout: ImageLayout) -> ImageRef:
+        if len(self._prepared) >= MAX_EPISODE_IMAGES:
+            raise ImageError(f"an episode can have at most {MAX_EPISODE_IMAGES} images; send fewer images")
 
         stored_image = prepare_in_turn(ImageFile(encoded_file), layout)
-        self._stored_bytes += len(stored_image.file)
-        if self._stored_bytes > MAX_EPISODE_BYTES:
-            raise ImageError(f"the images of an episode take more than {MAX_EPISODE_BYTES >> 20} MiB")
-        return self._add_image(stored_image)
+        stored_bytes = self._stored_bytes + len(stored_image.file)
+        if stored_bytes > MAX_EPISODE_BYTES:
+            raise ImageError(
+                f"the images of an episode take more than {MAX_EPISODE_BYTES >> 20} MiB; send fewer or "
+                "smaller images"
+            )
+
+        image = self._add_image(stored_image)
+        self._stored_bytes = stored_bytes
+        return image
+
+
+class _NoImages(RequestImages):
+    def read_url(self, url: Any) -> RequestContent:
+        raise HasImageError("the request has an image; read it in a thread")
+
+    def read_base64(self, encoded_file: str) -> RequestContent:
+        raise HasImageError("the request has an image; read it in a thread")
 
 
 TEXT_ONLY = RequestImages(layout=None)

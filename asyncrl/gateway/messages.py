@@ -33,7 +33,7 @@ from asyncrl.gateway.exchange import (
     read_body,
     tool_call,
 )
-from asyncrl.gateway.images import PICTURE_NOTE, TEXT_ONLY, RequestContent, RequestImages
+from asyncrl.gateway.images import TEXT_ONLY, RequestContent, RequestImages
 from asyncrl.types import EpisodeEnd, Message, StopReason
 
 # Depends on the prompt: with this header, no two tasks share a prefix.
@@ -167,7 +167,6 @@ def _image_content(source: Any, images: RequestImages) -> RequestContent:
 
 def _document_content(source: Any, images: RequestImages) -> RequestContent:
     """Return the texts and images of a document; a note for a document in another form."""
-    note = PICTURE_NOTE if images.layout is None else DOCUMENT_NOTE
     match source:
         case {"type": "text", "data": str(text)} | {"type": "content", "content": str(text)}:
             return images.read_text(text)
@@ -180,9 +179,9 @@ def _document_content(source: Any, images: RequestImages) -> RequestContent:
                     case {"type": "image", "source": image_source}:
                         contents.append(_image_content(image_source, images))
                     case _:
-                        contents.append(RequestContent(note))
+                        contents.append(RequestContent(DOCUMENT_NOTE))
             return RequestContent.join("\n", contents)
-    return RequestContent(note)
+    return RequestContent(DOCUMENT_NOTE)
 
 
 def _conversation_messages(sent_messages: Sequence[SentMessage], images: RequestImages) -> Iterator[Message]:

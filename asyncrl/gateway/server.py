@@ -45,14 +45,17 @@ from asyncrl.gateway.exchange import (
     Listener,
     encode_events,
 )
-from asyncrl.gateway.images import RequestImages
+from asyncrl.gateway.images import HasImageError, RequestImages
 from asyncrl.isolation.calls import to_its_end
 from asyncrl.values import shorten_to_line
 from asyncrl.vision.files import ImageError
 
 log = logging.getLogger("asyncrl.gateway")
 
-MAX_BODY_BYTES = 16 << 20  # bytes of a request
+MAX_BODY_BYTES = 16 << 20  # of a request to a model that reads text only
+# Of a request to a model that reads images: an agent sends all images of its history again, in base64.
+MAX_IMAGE_BODY_BYTES = 64 << 20
+MAX_READ_TWICE_BYTES = 1 << 20  # of a request that may turn out to have images only while it is read
 MAX_PARTS = 300_000  # brackets and commas of a request, texts included: they bound the cost of decoding
 READ_SECONDS = 60.0  # for the body of a request to arrive
 LINGER_SECONDS = 1.0  # for a client to find the answer to a request that was not read to the end
@@ -71,10 +74,6 @@ DIALECTS = {
 COUNT_PATH = "/v1/messages/count_tokens"
 MAX_UNANSWERED = 8  # requests of an episode whose unanswered tries are remembered
 OTHER_BYTES = bytes(set(range(256)) - set(b"[{,"))
-# The first words tell opencode and qwen-code that the history must become shorter.
-TOO_LARGE_ERROR = (
-    f"Request Entity Too Large: the request is larger than {MAX_BODY_BYTES >> 20} MiB; send less"
-)
 # Errors of aiohttp for broken requests, and for clients that left.
 UNREAD_ERRORS = (HttpProcessingError, ConnectionError)
 # Headers with the number of the try.
@@ -291,7 +290,7 @@ class Gateway:
         self._logged_fields: set[str] = set()  # ignored fields that were logged
         self._base_url = ""
 
-        app = web.Application(middlewares=[self._boundary], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(middlewares=[self._boundary])
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/v1/models/{name:.+}", self._describe_model)
         app.router.add_post(COUNT_PATH, self._handle_count)
@@ -457,15 +456,21 @@ class Gateway:
             raise ApiError(
                 415, f"Content-Encoding {shorten_to_line(codings)}: requests must not be compressed"
             )
-        if (request.content_length or 0) > MAX_BODY_BYTES:
-            raise ApiError(413, TOO_LARGE_ERROR)
+        reads_images = running_episode.host.images.layout is not None
+        max_bytes = MAX_IMAGE_BODY_BYTES if reads_images else MAX_BODY_BYTES
+        if (request.content_length or 0) > max_bytes:
+            raise _too_large(max_bytes)
 
         try:
             async with (
                 self._connections.loop_times.reading_timeout(running_episode, READ_SECONDS),
                 running_episode.body_slots,
             ):
-                body = await request.read()
+                body = bytearray()
+                while chunk := await request.content.readany():
+                    body += chunk
+                    if len(body) > max_bytes:
+                        raise _too_large(max_bytes)
         except TimeoutError as error:
             arrival_problem = f"the request body did not arrive within {READ_SECONDS:g} s; send it again"
             raise ApiError(408, arrival_problem) from error
@@ -477,7 +482,7 @@ class Gateway:
         self._episode_of_key(request)  # the episode may be over
         _check_parts(body)
 
-        return body
+        return bytes(body)
 
     def _log_unheeded(self, body: bytes, exchange: Exchange) -> None:
         # Otherwise invented fields would cost loop time in each request.
@@ -636,10 +641,20 @@ async def _end_earlier_tries(
 
 
 async def _read_exchange(dialect: ApiDialect, body: bytes, images: RequestImages) -> Exchange:
-    """Read a request; in a thread if there may be images to decode. ApiError, ImageError."""
-    if images.layout is None:
-        return dialect.read(body, images)
+    """Read a request; in a thread if there are images to decode. ApiError, ImageError."""
+    if images.layout is None or len(body) <= MAX_READ_TWICE_BYTES:
+        with suppress(HasImageError):
+            return dialect.read(body, images.without_images())
     return await to_its_end(partial(dialect.read, body, images))
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    # The first words tell opencode and qwen-code that the history must become shorter.
+    return ApiError(
+        413,
+        f"Request Entity Too Large: the request is larger than {max_bytes >> 20} MiB; send fewer or shorter "
+        "messages, or smaller images",
+    )
 
 
 def _check_parts(body: bytes) -> None:
@@ -726,8 +741,6 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
                 f"unknown endpoint {request.method} {request.path}; available: {paths}, GET /v1/models[/NAME]"
             )
             return ApiError(error.status, message, "unknown_url")
-        case web.HTTPRequestEntityTooLarge():
-            return ApiError(413, TOO_LARGE_ERROR)
         case web.HTTPException():
             return ApiError(error.status, error.reason)
         case ProtocolError():

@@ -164,15 +164,6 @@ def show_images(inputs: Inputs) -> Iterator[Note]:
     """Describe how many images the data have, how they were changed, and how many tokens they have; check
     that the run can train on them."""
     run_data = inputs.run_data
-    if (
-        inputs.config.engine.remote
-        and run_data.test_images is not None
-        and any(sample.demonstration for sample in run_data.test or ())
-    ):
-        raise ConfigError(
-            "data.test: servers do not read images yet, so they cannot score held-out conversations with "
-            "images; set engine=torch, or data.test=''"
-        )
     if run_data.image_lines and inputs.config.total_steps:
         from asyncrl.trainer.image_checks import require_trainable_images  # The import takes a second
 

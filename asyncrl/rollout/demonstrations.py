@@ -116,7 +116,9 @@ class NoEngine:
     async def score(self, ids: tuple[int, ...], images: Mapping[str, bytes] = {}) -> tuple[float, ...]:
         return ()  # nothing is computed, so nothing can differ from the trainer
 
-    async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
+    async def read(
+        self, ids: tuple[int, ...], count: int, top: int, images: Mapping[str, bytes] = {}
+    ) -> TokenScores:
         raise EngineError("a supervised run has no scorers")
 
     async def close(self) -> None:

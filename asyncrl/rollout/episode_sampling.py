@@ -29,7 +29,7 @@ from asyncrl.rollout.episode_clock import EpisodeClock
 from asyncrl.rollout.episode_records import EpisodeRecords
 from asyncrl.rollout.images import EpisodeImages
 from asyncrl.types import Generation, StopReason, Turn
-from asyncrl.vision.image_ids import has_images
+from asyncrl.vision.image_ids import has_image_ids
 from asyncrl.wire.messages.worker import Assign
 
 ROW_KEY_STEP = 0x9E3779B97F4A7C15  # odd, so that rows of an episode never draw the same random numbers
@@ -104,7 +104,7 @@ class EpisodeSampling:
             agent=agent,
             part_seconds=rules.config.part_seconds,
             on_part=post_part if is_trained else ignore_part,
-            images=await self.images.files_of(ids) if has_images(ids) else {},
+            images=await self.images.files_of(ids) if has_image_ids(ids) else {},
         )
 
         durable_part = self._durable_part(row, prompt_digest)
@@ -127,7 +127,7 @@ class EpisodeSampling:
                 len(generation.ids),
                 self.context.top_tokens,
                 self.clock.paused,
-                await self.images.files_of(scored_ids) if has_images(scored_ids) else {},
+                await self.images.files_of(scored_ids) if has_image_ids(scored_ids) else {},
             )
             return msgspec.structs.replace(generation, scores=scores)
 

@@ -8,7 +8,7 @@ unblocks: turns that wait for fresher weights
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -135,16 +135,23 @@ class LocalSampler:
         """Return the log-probs of the request's ids, without the first; those of image ids mean nothing."""
         engine = self._required_engine()
         with self._engine_busy():
-            if request.images:
-                return await engine.score(request.ids, request.images)
-            return await engine.score(request.ids)  # a user's engine may read no images
+            return await engine.score(request.ids, **_image_argument(request.images))
 
-    async def read(self, session: str, ids: tuple[int, ...], count: int, top: int, *_: object) -> TokenScores:
+    async def read(
+        self,
+        session: str,
+        ids: tuple[int, ...],
+        count: int,
+        top: int,
+        while_waiting: object,
+        images: Mapping[str, bytes],
+    ) -> TokenScores:
         """Have the base model of the adapters score the last `count` of these ids; compare
         `ServerPool.read`."""
         await self.wait_for_version(lambda: 0)
+        engine = self._required_engine()
         with self._engine_busy():
-            return await self._required_engine().read(ids, count, top)
+            return await engine.read(ids, count, top, **_image_argument(images))
 
     def _required_engine(self) -> Engine:
         if self.engine is None:
@@ -256,3 +263,9 @@ def engine_factory(config: RunConfig, index: int = 0) -> Callable[[], Engine]:
         max_len=config.rollout.max_tokens,
         device=device,
     )
+
+
+def _image_argument(images: Mapping[str, bytes]) -> dict[str, Mapping[str, bytes]]:
+    """Return the argument for the images of ids; none without images, as a user's engine may read no
+    images."""
+    return {"images": images} if images else {}

@@ -165,7 +165,7 @@ class ServerPool:
         return turn.sampled
 
     async def score(self, request: Request) -> tuple[float, ...]:
-        return await self._first_answer(request, lambda client: client.score(request.ids))
+        return await self._first_answer(request, lambda client: client.score(request.ids, request.images))
 
     async def read(
         self,

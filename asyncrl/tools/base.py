@@ -29,7 +29,7 @@ from asyncrl.registry import Registry
 from asyncrl.tools.schema import Decode, signature_of
 from asyncrl.types import IMAGE_MARK
 from asyncrl.values import finite_number
-from asyncrl.vision.content import has_images, read_content, without_marks
+from asyncrl.vision.content import has_image_parts, read_content, without_marks
 from asyncrl.vision.files import StoredImage
 from asyncrl.vision.layout import ImageLayout
 
@@ -288,7 +288,7 @@ class ToolAnswer(msgspec.Struct, frozen=True):
 
 def returns_images(value: Any) -> bool:
     """Return True if a tool's result has images: `read_answer` then takes its time."""
-    return has_images(value.content if isinstance(value, Rewarded) else value)
+    return has_image_parts(value.content if isinstance(value, Rewarded) else value)
 
 
 def read_answer(value: Any, layout: ImageLayout | None) -> ToolAnswer:
@@ -298,7 +298,7 @@ def read_answer(value: Any, layout: ImageLayout | None) -> ToolAnswer:
     rewarded = value if isinstance(value, Rewarded) else Rewarded(value, 0.0)
     reward = finite_number("the tool's reward", rewarded.reward)
 
-    if not has_images(rewarded.content):
+    if not has_image_parts(rewarded.content):
         text = rewarded.content if isinstance(rewarded.content, str) else _write_json(rewarded.content)
         if layout is not None:  # a mark stands for an image
             text = without_marks(text)

@@ -23,7 +23,7 @@ from asyncrl.tools.mcp_client import (
     SharedConnection,
     close_servers,
 )
-from asyncrl.vision.content import ImageFile, has_images, read_content
+from asyncrl.vision.content import ImageFile, has_image_parts, read_content
 
 ResultContent = str | list[str | ImageFile]
 
@@ -145,29 +145,33 @@ def _make_tool(
 
 
 def result_content(result: Any) -> ResultContent:
-    """Return the texts and images of a CallToolResult, each on new lines, and the types of other parts.
-    ToolError: the tool reports an error."""
-    parts: list[str | ImageFile] = []
+    """Return the texts and images of a CallToolResult, each on new lines, and the types of other blocks; the
+    structured content if no block is a text, because servers repeat it as text. ToolError: the tool reports
+    an error."""
+    blocks: list[str | ImageFile] = []
     for block in result.content:
-        if parts:
-            parts.append("\n")
-
         if block.type == "text":
-            parts.append(str(block.text))
+            blocks.append(str(block.text))
         elif block.type == "image":
-            parts.append(ImageFile(str(block.data)))
+            blocks.append(ImageFile(str(block.data)))
         elif block.type == "resource" and hasattr(block.resource, "text"):
-            parts.append(str(block.resource.text))
+            blocks.append(str(block.resource.text))
         else:
-            parts.append(f"[{block.uri if block.type == 'resource_link' else block.type}]")
+            blocks.append(f"[{block.uri if block.type == 'resource_link' else block.type}]")
 
-    if not any(parts) and result.structured_content is not None:
-        parts = [msgspec.json.encode(result.structured_content).decode()]
+    has_text = any(block and isinstance(block, str) for block in blocks)
+    if result.structured_content is not None and not has_text:
+        structured_text = msgspec.json.encode(result.structured_content).decode()
+        blocks = [*filter(None, blocks), structured_text]
+
+    parts: list[str | ImageFile] = []
+    for block in blocks:
+        parts += ("\n", block) if parts else (block,)
 
     if result.is_error:
         error_text = read_content(parts, layout=None).text
         raise ToolError(error_text or "the tool failed and gave no reason")
-    return parts if has_images(parts) else "".join(map(str, parts))
+    return parts if has_image_parts(parts) else "".join(map(str, parts))
 
 
 # -- the server's tools ----------------------------------------------------------------------------------

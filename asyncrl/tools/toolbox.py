@@ -45,7 +45,7 @@ from asyncrl.tools.schema import outline_parameters
 from asyncrl.tools.snapshots import Snapshots, ToolSnapshots
 from asyncrl.types import ImageRef, Sample, ToolCall, ToolReply
 from asyncrl.values import checked_result, finite_number
-from asyncrl.vision.content import has_images
+from asyncrl.vision.content import has_image_parts
 from asyncrl.vision.files import StoredImage
 from asyncrl.vision.layout import ImageLayout
 
@@ -166,7 +166,7 @@ class EpisodeObject:
         result = await call_without_deadline(reset_call, blocking=self._blocking)
         if result is None:
             return ToolAnswer("")
-        if not (isinstance(result, str) or has_images(result)):
+        if not (isinstance(result, str) or has_image_parts(result)):
             raise TypeError(
                 f"reset returned a value of type {type(result).__name__}; expected text or images for the "
                 "prompt, or None"

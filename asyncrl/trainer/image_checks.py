@@ -32,12 +32,6 @@ def require_trainable_images(config: RunConfig) -> ImageLayout:
             "trainer.sequence_parallel=1"
         )
 
-    if config.scorers_lent and not config.engine.remote:
-        raise ConfigError(
-            f"scorers.{config.scorers_lent[0]}: the embedded engine cannot score turns with images; use "
-            "SGLang servers (engine=sglang), or set kl.reference to a path instead"
-        )
-
     other_paths = {"kl.reference": config.kl.reference}
     for name, scorer in config.scorers.items():
         # A scorer's model may be on other machines only; a reward model reads texts.

@@ -456,7 +456,7 @@ class Learner:
         most_lists = max(count for count, _ in work_by_rank)
         sample_lists += [[] for _ in range(most_lists - len(sample_lists))]
         # With images on one rank, all ranks run the models' towers.
-        image_pixels = self.image_pixels if any(has_images for _, has_images in work_by_rank) else None
+        image_pixels = self.image_pixels if any(reads_images for _, reads_images in work_by_rank) else None
 
         for index, part_samples in enumerate(sample_lists):
             if image_pixels is not None:

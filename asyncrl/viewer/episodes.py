@@ -30,11 +30,11 @@ from asyncrl.observe.transcripts import read_ratios
 from asyncrl.registry import name_and_options
 from asyncrl.store.reader import RunReader
 from asyncrl.types import NO_STEP, Message, Observation, ToolReply, Turn, readable_content, start_version
+from asyncrl.vision.content import IMAGE_NOTE
 from asyncrl.vision.files import PNG_START, is_image_file
 from asyncrl.vision.image_ids import DIGEST_DIGITS, find_runs
 
 MAX_LOG_RATIO = 20.0  # nats
-IMAGE_TEXT = "[image]"  # in the text of a row of tokens
 SEARCH_SECONDS = 1.0  # time limit for reading transcripts in a search
 MAX_MATCHES = 500  # episodes of a search
 Decode = Callable[[Sequence[int]], str]
@@ -42,7 +42,7 @@ Decode = Callable[[Sequence[int]], str]
 
 def load_decoder(model: str) -> Decode:
     """Return a function that decodes ids with the tokenizer of a model directory; an image becomes
-    IMAGE_TEXT. Raises ConfigError."""
+    IMAGE_NOTE. Raises ConfigError."""
     from tokenizers import Tokenizer  # load_tokenizer has compared the run's tokenizer with this library's
 
     path = Path(model) / "tokenizer.json"
@@ -61,7 +61,7 @@ def load_decoder(model: str) -> Decode:
             texts.append(tokenizer.decode(list(ids[text_start : run.start]), skip_special_tokens=False))
             text_start = run.end
         texts.append(tokenizer.decode(list(ids[text_start:]), skip_special_tokens=False))
-        return IMAGE_TEXT.join(texts)
+        return IMAGE_NOTE.join(texts)
 
     return decode
 

@@ -17,7 +17,7 @@ from asyncrl.types import IMAGE_MARK
 from asyncrl.vision.files import MAX_FILE_BYTES, ImageError, StoredImage, prepare_decoded, prepare_image
 from asyncrl.vision.layout import ImageLayout
 
-IMAGE_NOTE = "[image]"
+IMAGE_NOTE = "[image]"  # what people, and models that read text only, read in the place of an image
 MAX_IMAGES = 16  # of a reply or a message
 MAX_DECODERS = 2  # images that a process decodes at a time, as each may take much memory
 DECODER_SECONDS = 120.0  # limit for the wait for other images
@@ -59,7 +59,7 @@ def is_image(value: Any) -> bool:
     return isinstance(value, ImageFile) or (pillow is not None and isinstance(value, pillow.Image))
 
 
-def has_images(value: Any) -> bool:
+def has_image_parts(value: Any) -> bool:
     """Return True for an image, and for a list or tuple with an image."""
     return is_image(value) or (isinstance(value, list | tuple) and any(map(is_image, value)))
 

@@ -92,7 +92,7 @@ def find_whole_runs(ids: Sequence[int]) -> list[ImageRun]:
     return runs
 
 
-def has_images(ids: Sequence[int]) -> bool:
+def has_image_ids(ids: Sequence[int]) -> bool:
     """Return True if a row has an image id."""
     return max(ids, default=0) >= FIRST_IMAGE_ID
 
@@ -105,7 +105,7 @@ def with_placeholders(ids: np.ndarray, placeholder: int) -> np.ndarray:
 def collapse_runs(ids: Sequence[int], placeholder: int) -> Sequence[int]:
     """Return ids with one placeholder in place of each run of image ids, as processors of engines expect
     them. The ends of runs without a beginning are left out."""
-    if not has_images(ids):
+    if not has_image_ids(ids):
         return ids
     return tuple(
         placeholder if token >= FIRST_IMAGE_ID else token

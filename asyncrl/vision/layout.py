@@ -156,12 +156,12 @@ class ImageLayout(msgspec.Struct, frozen=True):
 
 def place_images(ids: Sequence[int], images: Sequence[ImageRef], layout: ImageLayout) -> tuple[int, ...]:
     """Put the ids of images, in order, in the place of the placeholders among `ids`. ConfigError for another
-    number of placeholders: a text that contains the placeholder, or a template that leaves out images."""
+    number of placeholders: the template leaves out images, or writes them twice."""
     placeholder_count = sum(token == layout.placeholder for token in ids)
     if placeholder_count != len(images):
         raise ConfigError(
             f"the chat template writes {placeholder_count} image placeholders for {len(images)} images; "
-            "remove image tokens from the text, or use a template that writes the images of all messages"
+            "use a template that writes each image of all messages once"
         )
     if not images:
         return tuple(ids)

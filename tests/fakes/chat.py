@@ -13,18 +13,11 @@ from asyncrl.conversation.tokenizer import Cut
 from asyncrl.types import IMAGE_MARK, ImageRef, Message, Sample
 from asyncrl.vision.image_ids import FIRST_IMAGE_ID
 from asyncrl.vision.layout import ImageLayout, place_images
+from tests.fakes.layouts import qwen_layout
 
 END = 3
 OPEN = 2
-IMAGE_LAYOUT = ImageLayout(
-    placeholder=ord(IMAGE_MARK),
-    scaling="qwen",
-    patch_size=8,
-    merge_size=2,
-    temporal_patch_size=2,
-    min_pixels=32 * 32,
-    max_pixels=128 * 128,
-)
+IMAGE_LAYOUT = qwen_layout(ord(IMAGE_MARK), patch_size=8, min_side=32, max_side=128)
 
 
 def encode(text: str) -> tuple[int, ...]:
@@ -95,6 +88,9 @@ class FakeChat:
 
     def text_ids(self, text: str, beginning: bool) -> tuple[int, ...]:
         return encode(text)
+
+    def plain_text(self, text: str) -> str:
+        return text
 
     def decode(self, ids: Sequence[int]) -> str:
         text_ids = [token for token in ids if token < FIRST_IMAGE_ID]

@@ -9,18 +9,10 @@ from typing import Any
 
 import PIL.Image
 
-from asyncrl.vision.layout import ImageLayout
 from asyncrl.wire.messages.shared import ImageRequest
+from tests.fakes.layouts import qwen_layout
 
-LAYOUT = ImageLayout(
-    placeholder=258,
-    scaling="qwen",
-    patch_size=16,
-    merge_size=2,
-    temporal_patch_size=2,
-    min_pixels=64 * 64,
-    max_pixels=256 * 256,
-)
+LAYOUT = qwen_layout(placeholder=258, patch_size=16, min_side=64, max_side=256)
 IMAGE_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"

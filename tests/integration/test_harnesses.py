@@ -4,12 +4,15 @@ model answers by what a prompt shows."""
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import PIL.Image
 import pytest
 from msgspec.structs import replace
 
@@ -18,9 +21,11 @@ from asyncrl.config.composition import config_root
 from asyncrl.conversation.turns import rows_of, without_untrained
 from asyncrl.gateway import Command, load_agent, load_untrained, server
 from asyncrl.types import EpisodeEnd, Message
+from asyncrl.vision.files import prepare_image
+from asyncrl.vision.image_ids import find_runs
 from tests.fakes import episodes
 from tests.fakes.agents import AgentBench
-from tests.fakes.chat import call
+from tests.fakes.chat import IMAGE_LAYOUT, FakeChat, call
 from tests.fakes.episodes import read
 from tests.fakes.fetched import IN_THE_GATE, harness
 
@@ -35,11 +40,13 @@ def time_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Client(NamedTuple):
-    """Describes a coding agent. `shell`: the tool that runs a command, with its argument; `end`: what the
-    model writes last, with `end_calls` calls; `side`: the number of turns that are not trained."""
+    """Describes a coding agent. `shell`: the tool that runs a command, with its argument; `viewer`: the tool
+    that shows an image file to the model; `end`: what the model writes last, with `end_calls` calls; `side`:
+    the number of turns that are not trained."""
 
     program: str
     shell: tuple[str, str]
+    viewer: tuple[str, str] = ("", "")
     end: str = "all done"
     end_calls: int = 0
     side: int = 0
@@ -50,8 +57,10 @@ class Client(NamedTuple):
 
 
 CLIENTS = {
-    "claude_code": Client("claude_code/claude", ("Bash", "command")),
-    "codex": Client("codex/vendor/x86_64-unknown-linux-musl/bin/codex", ("exec_command", "cmd")),
+    "claude_code": Client("claude_code/claude", ("Bash", "command"), ("Read", "file_path")),
+    "codex": Client(
+        "codex/vendor/x86_64-unknown-linux-musl/bin/codex", ("exec_command", "cmd"), ("view_image", "path")
+    ),
     "opencode": Client("opencode/bin/opencode", ("bash", "command"), side=1),
     "qwen_code": Client("qwen_code/cli-entry.js", ("run_shell_command", "command")),
     "mini_swe_agent": Client(
@@ -73,7 +82,12 @@ def agent_of(name: str, **options: Any) -> Command:
 
 
 def bench_of(
-    name: str, script: Callable[[str], str], task: str = TASK, size: int = FULL, **options: Any
+    name: str,
+    script: Callable[[str], str],
+    task: str = TASK,
+    size: int = FULL,
+    chat: FakeChat | None = None,
+    **options: Any,
 ) -> AgentBench:
     """Limits and side requests are those that the name brings, but for `size`. It runs in a sandbox."""
     text = (config_root() / "configs" / "agent" / f"{name}.yaml").read_text()
@@ -85,6 +99,7 @@ def bench_of(
         max_tokens=size,
         max_turns=config.max_turns,
         max_rows=config.max_rows,
+        chat=chat,
     )
     bench.sample = replace(bench.sample, prompt=(Message("user", task),))
     return bench
@@ -124,6 +139,29 @@ def solves(client: Client) -> Callable[[str], str]:
 def test_its_version_is_found_in_a_sandbox(name: str) -> None:
     agent = agent_of(name)
     assert asyncio.run(agent.version()) == agent.harness.tested
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name, client in CLIENTS.items() if client.viewer[0]])
+def test_the_model_reads_an_image_that_its_tool_shows(name: str) -> None:
+    client = CLIENTS[name]
+    path = "/tmp/red.png"
+    buffer = io.BytesIO()
+    PIL.Image.new("RGB", (64, 48), "red").save(buffer, format="PNG")
+    file = buffer.getvalue()
+
+    def script(prompt: str) -> str:
+        if f'"{path}"' in prompt:  # the arguments of the tool that shows images
+            return client.end
+        if prompt.count("WRITTEN") > prompt.count("echo WRITTEN"):
+            tool, argument = client.viewer
+            return call(tool, json.dumps({argument: path}))
+        return client.runs(f"echo {base64.b64encode(file).decode()} | base64 -d > {path}; echo WRITTEN")
+
+    bench = bench_of(name, script, chat=FakeChat(image_layout=IMAGE_LAYOUT))
+    bench.finished()
+    digests = [run.digest for run in find_runs(bench.engine.requests[-1].ids)]
+    assert digests == [prepare_image(file, IMAGE_LAYOUT).ref.digest]
 
 
 @every_client

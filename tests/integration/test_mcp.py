@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mcp.types import CallToolResult, ImageContent, TextContent
 
+from asyncrl import ImageFile
 from asyncrl.engines.sglang.process import reserve_port
 from asyncrl.errors import ConfigError
 from asyncrl.tools import Tool, Toolbox, ToolError, ToolSession, load_tools, mcp_pipes
+from asyncrl.tools.mcp import result_content
 from asyncrl.tools.mcp_client import MAX_UNANSWERED, close_servers
 from asyncrl.tools.mcp_pipes import MAX_MESSAGE_BYTES
 from asyncrl.types import IMAGE_MARK, Sample, ToolCall, ToolReply
@@ -168,6 +171,23 @@ def test_a_picture_of_a_server_is_an_image_of_the_reply(shared: dict[str, Tool])
     )
     assert damaged.failed
     assert ask(shared, "drawing", '{"damaged": false}').content == "red:\n[image]"
+
+
+def test_structured_content_beside_images_is_read() -> None:
+    """Servers repeat structured content as text; a model reads the content that no text repeats."""
+    image = ImageContent(type="image", data="iVBORw0K", mime_type="image/png")
+    structured = {"width": 64}
+    result = CallToolResult(content=[image], structured_content=structured)
+    assert result_content(result) == [ImageFile("iVBORw0K"), "\n", '{"width":64}']
+
+    text = TextContent(type="text", text='{"width": 64}')
+    result = CallToolResult(content=[text, image], structured_content=structured)
+    assert result_content(result) == ['{"width": 64}', "\n", ImageFile("iVBORw0K")]
+
+    for content in ([], [TextContent(type="text", text="")]):
+        assert (
+            result_content(CallToolResult(content=content, structured_content=structured)) == '{"width":64}'
+        )
 
 
 def test_two_servers_with_names_and_variables_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

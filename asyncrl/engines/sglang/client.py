@@ -142,12 +142,13 @@ class SGLangClient:
 
         return sampled
 
-    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+    async def score(self, ids: tuple[int, ...], images: Mapping[str, bytes] = {}) -> tuple[float, ...]:
         """Return log-probs of ids[1:] as `Engine.score` does, with the first adapter, if there are adapters.
         Raises EngineBusy, and EngineLost when another server may have an answer."""
         adapter = self._adapter_name_of(next(iter(self._config.adapters), ""))
+        prompt = self._prompt_writer.fields(ids, images)
         async with self._request_slot():
-            return await self.api.score(ids, self._config.engine.request_timeout, adapter)
+            return await self.api.score(ids, self._config.engine.request_timeout, adapter, prompt)
 
     async def read(
         self, ids: tuple[int, ...], count: int, top: int, images: Mapping[str, bytes] = {}

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.engines.base import NOTHING, EngineRefused, Request, Sampling, check_request, engines
+from asyncrl.engines.base import NOTHING, Request, Sampling, check_request, engines
 from asyncrl.engines.torch.batch import Batcher, RunningRequest
 from asyncrl.engines.torch.check import check_served
 from asyncrl.engines.torch.images import NO_IMAGES, TEXT_ONLY, ImageReader, PromptImages
 from asyncrl.errors import EngineError, one_line
 from asyncrl.model_class import frozen_parts, is_within
 from asyncrl.types import Generation, StopReason, TokenScores
-from asyncrl.vision.image_ids import has_images, with_placeholders
+from asyncrl.vision.image_ids import has_image_ids, with_placeholders
 from asyncrl.vision.pixels import Pixels
 from asyncrl.weights import disk
 from asyncrl.weights.adapters import Adapters
@@ -110,7 +110,7 @@ class TorchEngine:
 
         check_request(request, self._vocabulary_size, self._batcher.cache.max_len)
         self._image_reader.check(request)
-        images = await self._read_images(request) if has_images(request.ids) else NO_IMAGES
+        images = await self._read_images(request) if has_image_ids(request.ids) else NO_IMAGES
         if images is None:  # the session was released
             return NOTHING
 
@@ -239,22 +239,30 @@ class TorchEngine:
                 await self._make_change(fall_asleep)
 
     async def score(self, ids: tuple[int, ...], images: Mapping[str, bytes] = {}) -> tuple[float, ...]:
-        prompt_images: PromptImages | None = NO_IMAGES
-        if has_images(ids):
-            session = f"scored row {next(self._scored_rows)}"
-            request = Request(session, ids, Sampling(0, ()), images=images)
-            self._image_reader.check(request)
-            prompt_images = await self._read_images(request)
-            assert prompt_images is not None, "nothing releases the session of a scored row"
-
-        scores = await self._compute_in_thread(partial(self._score, ids, len(ids) - 1, images=prompt_images))
+        prompt_images = await self._read_images_to_score(ids, images)
+        scores = await self._compute_in_thread(partial(self._score, ids, len(ids) - 1, prompt_images))
         return tuple(np.frombuffer(scores.logprobs, "<f4").tolist())
 
-    async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
-        if has_images(ids):
-            raise EngineRefused("the embedded engine reads turns without images only; use another scorer")
+    async def read(
+        self, ids: tuple[int, ...], count: int, top: int, images: Mapping[str, bytes] = {}
+    ) -> TokenScores:
+        prompt_images = await self._read_images_to_score(ids, images)
         with EngineError.instead_of(RuntimeError, text="the engine cannot score"):
-            return await self._compute_in_thread(partial(self._score, ids, count, top, base=True))
+            return await self._compute_in_thread(
+                partial(self._score, ids, count, prompt_images, top, base=True)
+            )
+
+    async def _read_images_to_score(self, ids: tuple[int, ...], files: Mapping[str, bytes]) -> PromptImages:
+        """Read the images of a row. EngineRefused says what is wrong with an image."""
+        if not has_image_ids(ids):
+            return NO_IMAGES
+
+        session = f"scored row {next(self._scored_rows)}"
+        request = Request(session, ids, Sampling(0, ()), images=files)
+        self._image_reader.check(request)
+        prompt_images = await self._read_images(request)
+        assert prompt_images is not None, "nothing releases the session of a scored row"
+        return prompt_images
 
     async def _compute_in_thread(self, compute: Callable[[], T]) -> T:
         """Compute in the thread, after the step under way or the sleep, under the same weights throughout."""
@@ -272,9 +280,9 @@ class TorchEngine:
         self,
         ids: tuple[int, ...],
         count: int,
+        images: PromptImages,
         top: int = 0,
         base: bool = False,
-        images: PromptImages = NO_IMAGES,
     ) -> TokenScores:
         """Score the last `count` ids with each adapter, or without any. `images`: of the ids, with their
         patches."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import datetime
 import functools
+import json
 from random import Random
 
 import pytest
 
 from asyncrl.conversation.chat import Chat
-from asyncrl.errors import ConfigError
 from asyncrl.types import IMAGE_MARK, ImageRef, Message, ToolCall
 from asyncrl.vision.image_ids import DIGEST_BITS, DIGEST_DIGITS, find_runs
-from asyncrl.vision.layout import ImageLayout
+from tests.fakes.layouts import qwen_layout
 from tests.fakes.shipped import shipped_tokenizer
 
-TEMPLATES = (
+QWEN_TEMPLATES = (
     "axolotl/qwen2_vl",
     "llama.cpp/Qwen3.5-4B",
     "trl/qwen2_5_vl",
@@ -27,23 +27,24 @@ TEMPLATES = (
     "trl/qwen3_vl",
     "trl/qwen3_vl_training",
 )
-PLACEHOLDER = "<|image_pad|>"
+# Templates of models whose images asyncrl does not read; their content is a list, also without images.
+CONTENT_LIST_TEMPLATES = ("trl/idefics3", "trl/llava_next", "trl/smolvlm")
+PLACEHOLDERS = dict.fromkeys(QWEN_TEMPLATES, "<|image_pad|>") | dict.fromkeys(
+    CONTENT_LIST_TEMPLATES, "<image>"
+)
+# All tokens that the templates write for an image, by placeholder.
+IMAGE_TOKENS = {"<|image_pad|>": "<|vision_start|><|image_pad|><|vision_end|>", "<image>": "<image>"}
 SIDES = (56, 84, 112)  # pixels
 SEEDS = 20
+
+every_template = pytest.mark.parametrize("name", PLACEHOLDERS)
 
 
 @functools.cache
 def chat_of(name: str) -> Chat:
     tokenizer = shipped_tokenizer(name)
-    layout = ImageLayout(
-        placeholder=tokenizer.convert_tokens_to_ids(PLACEHOLDER),
-        scaling="qwen",
-        patch_size=14,
-        merge_size=2,
-        temporal_patch_size=2,
-        min_pixels=56 * 56,
-        max_pixels=112 * 112,
-    )
+    placeholder = tokenizer.convert_tokens_to_ids(PLACEHOLDERS[name])
+    layout = qwen_layout(placeholder, patch_size=14, min_side=56, max_side=112)
     return Chat(tokenizer, datetime.date(2026, 1, 31), image_layout=layout)
 
 
@@ -70,7 +71,7 @@ def runs_in(ids: tuple[int, ...]) -> list[tuple[str, int]]:
     return [(run.digest, run.end - run.start) for run in find_runs(ids)]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@every_template
 def test_rows_have_the_images_of_the_conversation(name: str) -> None:
     chat = chat_of(name)
     appended_count = 0
@@ -97,7 +98,7 @@ def test_rows_have_the_images_of_the_conversation(name: str) -> None:
     assert appended_count or "think" in name or "Qwen3.5" in name or "3_6" in name
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@every_template
 def test_images_of_tools_are_written(name: str) -> None:
     chat = chat_of(name)
     image = ImageRef("1" * DIGEST_DIGITS, 56, 56)
@@ -107,7 +108,40 @@ def test_images_of_tools_are_written(name: str) -> None:
     assert runs_in(chat.prompt_ids(messages)) == [(image.digest, 4)]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_placeholder_in_a_text_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="remove image tokens from the text"):
-        chat_of(name).prompt_ids((Message("user", f"see {PLACEHOLDER}"),))
+@every_template
+def test_tokens_of_images_in_texts_are_text(name: str) -> None:
+    """In texts of all roles, in arguments, also where JSON escapes them, and in schemas of tools."""
+    chat = chat_of(name)
+    literal = IMAGE_TOKENS[PLACEHOLDERS[name]]
+    escaped = literal.replace("<", "\\u003c")
+
+    def conversation(text: str, escaped_text: str) -> tuple[tuple[Message, ...], tuple[str, ...]]:
+        calls = (
+            ToolCall("look", f'{{"{text}": ["{text}"]}}', "call_0"),
+            ToolCall("look", f'{{"at": "{escaped_text}"}}', "call_1"),
+        )
+        image = ImageRef("1" * DIGEST_DIGITS, 56, 56)
+        messages = (
+            Message("system", text),
+            Message("user", f"{text}{IMAGE_MARK}{text}", images=(image,)),
+            Message("assistant", text, calls),
+            Message("tool", text, tool_call_id="call_0", name="look"),
+            Message("tool", text, tool_call_id="call_1", name="look"),
+        )
+        schema = {"name": "look", "description": text, "parameters": {"type": "object"}}
+        return messages, (json.dumps({"type": "function", "function": schema}),)
+
+    row = chat.prompt_ids(*conversation(literal, escaped))
+    assert runs_in(row) == [("1" * DIGEST_DIGITS, 4)]
+    broken = literal.replace("<", "< ")
+    assert row == chat.prompt_ids(*conversation(broken, broken))
+
+    reply = Message("user", literal)
+    assert chat.delta_ids((reply,), chat.stop_ids[0], ()) == chat.delta_ids(
+        (Message("user", broken),), chat.stop_ids[0], ()
+    )
+    question = (Message("user", "q"),)
+    turn = chat.turn_ids(question, Message("assistant", literal))
+    assert turn == chat.turn_ids(question, Message("assistant", broken))
+    begun = chat.prompt_ids((*question, Message("assistant", literal)))
+    assert begun == chat.prompt_ids((*question, Message("assistant", broken)))

@@ -87,7 +87,7 @@ LAYOUTS = {
     "base64": marked([RED_TEXT]),
     "base64_bytes": marked([{"bytes": RED_TEXT}]),
     "data_url": marked([RED_URL]),
-    "one": marked({"bytes": RED}),
+    "single": marked({"bytes": RED}),
     "json": marked(json.dumps(["figures/red.png"])),
     "openai": in_part({"type": "image_url", "image_url": {"url": RED_URL, "detail": "low"}}),
     "openai_text": in_part({"type": "image_url", "image_url": "figures/red.png"}),
@@ -192,17 +192,17 @@ def test_texts_and_images_keep_their_order(tmp_path: Path, contents: list[list[b
         for pieces in contents
     ]
     split = Split(write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages}]))
-    has_images = any(isinstance(piece, bytes) for pieces in contents for piece in pieces)
+    row_has_images = any(isinstance(piece, bytes) for pieces in contents for piece in pieces)
     for pieces, message in zip(contents, split.samples[0].prompt, strict=True):
         files = [piece for piece in pieces if isinstance(piece, bytes)]
         assert not files or split.files(message) == files
+        mark_in_text = "\ufffd" if row_has_images else IMAGE_MARK
         expected_text = "".join(
-            (piece.replace(IMAGE_MARK, "\ufffd") if has_images else piece) if isinstance(piece, str) else "#"
-            for piece in pieces
+            piece.replace(IMAGE_MARK, mark_in_text) if isinstance(piece, str) else "#" for piece in pieces
         )
-        shown_text = message.content.replace(IMAGE_MARK, "#") if has_images else message.content
-        assert shown_text == expected_text
-        assert message.content.count(IMAGE_MARK) == len(files) or not has_images
+        read_text = message.content.replace(IMAGE_MARK, "#") if row_has_images else message.content
+        assert read_text == expected_text
+        assert message.content.count(IMAGE_MARK) == len(files) or not row_has_images
 
 
 # -- faults ------------------------------------------------------------------------------------------
@@ -421,9 +421,9 @@ def test_what_generate_writes_is_read_again(tmp_path: Path, suffix: str) -> None
     split = Split(write_parquet(tmp_path / "a.parquet", rows))
     written = tmp_path / f"b.{suffix}"
     write_rows(written, [prompt_columns(sample, split.images) for sample in split.samples])
-    again = Split(written)
-    assert [sample.prompt for sample in again.samples] == [sample.prompt for sample in split.samples]
-    assert again.files(again.samples[2].prompt[0]) == [BLUE]
+    written_split = Split(written)
+    assert [sample.prompt for sample in written_split.samples] == [sample.prompt for sample in split.samples]
+    assert written_split.files(written_split.samples[2].prompt[0]) == [BLUE]
     assert list(prompt_columns(split.samples[1], None)) == ["prompt"]
 
 

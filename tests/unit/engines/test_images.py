@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from transformers import DynamicCache
 
-from asyncrl.engines.base import EngineRefused
+from asyncrl.engines.base import EngineRefused, Request
 from asyncrl.engines.torch import images as engine_images
 from asyncrl.engines.torch import step_layout
 from asyncrl.engines.torch.engine import TorchEngine
 from asyncrl.engines.torch.images import PixelCache, PromptImages
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, PolicyVersion, StopReason
-from asyncrl.vision.image_ids import FIRST_IMAGE_ID, ImageRun, find_runs, has_images, image_ids
+from asyncrl.vision.image_ids import FIRST_IMAGE_ID, ImageRun, find_runs, has_image_ids, image_ids
 from asyncrl.vision.pixels import PixelReader
 from asyncrl.vision.positions import rope_positions
 from asyncrl.weights.adapters import Adapters
@@ -99,8 +99,8 @@ def test_patches_are_kept_as_far_as_memory_goes(monkeypatch: pytest.MonkeyPatch,
     assert cache.read("0", files[0]) is first
     cache.read("2", files[2])
     assert cache.read("0", files[0]) is first
-    again = cache.read("1", files[1])
-    assert again is not second and torch.equal(again.pixel_values, second.pixel_values)
+    decoded_again = cache.read("1", files[1])
+    assert decoded_again is not second and torch.equal(decoded_again.pixel_values, second.pixel_values)
 
 
 # -- log-probs ---------------------------------------------------------------------------------------
@@ -129,22 +129,22 @@ async def test_turns_with_an_image_in_each(vision_of_family: TinyVision):
 
 
 async def test_a_groups_image_is_encoded_once(vision_of_family: TinyVision):
-    """The last whole block of the prompt ends inside the image."""
+    """The last complete block of the prompt ends inside the image."""
     vision = vision_of_family
     engine = vision.serve()
     encoded = Encoded(engine)
-    same = text(20) + vision.picture(5, 6) + text(4, 1)
-    other = text(20) + vision.picture(5, 6, seed=1) + text(4, 1)
-    requests = [vision.ask(same, 4, f"member {key}", key) for key in range(4)]
+    prompt = text(20) + vision.picture(5, 6) + text(4, 1)
+    prompt_with_other_image = text(20) + vision.picture(5, 6, seed=1) + text(4, 1)
+    requests = [vision.ask(prompt, 4, f"member {key}", key) for key in range(4)]
     for request, generation in zip(
         requests, await asyncio.gather(*map(engine.generate, requests)), strict=True
     ):
         vision.assert_logprobs(request, generation)
     assert encoded.images == 1
 
-    # An image of the same size is not that image, neither in another slot nor in the own one.
+    # An image of the same size is not that image, neither in another slot nor in the same slot.
     for session in ("another", "member 0"):
-        request = vision.ask(other, 4, session)
+        request = vision.ask(prompt_with_other_image, 4, session)
         vision.assert_logprobs(request, await engine.generate(request))
     assert encoded.images == 2
     await engine.close()
@@ -268,48 +268,54 @@ async def test_a_sampled_placeholder_ends_the_turn(vision: TinyVision):
 # -- weights -----------------------------------------------------------------------------------------
 
 
-async def test_images_are_encoded_again_after_a_sleep(vision: TinyVision, tmp_path: Path):
-    new = vision.changed(seed=1)
-    engine = vision.serve(stepwise=True)
+async def generate_with_two_versions(
+    old_vision: TinyVision, new_vision: TinyVision, directory: Path, sleeps: bool
+) -> tuple[Request, Generation, int, int]:
+    """Load the new weights within a turn behind an image. Return the request, the turn, the number of tokens
+    that the old weights sampled, and the number of images encoded."""
+    engine = old_vision.serve(stepwise=True)
     encoded = Encoded(engine)
-    request = vision.ask(text(9) + vision.picture(3, 4) + text(3), 20)
-    task = asyncio.create_task(engine.generate(request))
+    request = old_vision.ask(text(9) + old_vision.picture(3, 4) + text(3), 20)
+    turn = asyncio.create_task(engine.generate(request))
     await generated(engine, 5)
-    await engine.sleep()
-    await engine.load(publish(new.model, tmp_path / "version", 3))
-    generation = await task
-
-    cut = generation.spans[0].end
-    assert 5 <= cut < 20 and encoded.images == 2
-    early = replace(generation, ids=generation.ids[:cut], logprobs=generation.logprobs[:cut])
-    vision.assert_logprobs(request, early)
-    late = replace(generation, ids=generation.ids[cut:], logprobs=generation.logprobs[cut:])
-    new.assert_logprobs(vision.ask(request.ids + early.ids), late)
+    if sleeps:
+        await engine.sleep()
+    await engine.load(publish(new_vision.model, directory, 3))
+    generation = await turn
     await engine.close()
+
+    old_token_count = generation.spans[0].end
+    assert 5 <= old_token_count < 20
+    return request, generation, old_token_count, encoded.images
+
+
+async def test_images_are_encoded_again_after_a_sleep(vision: TinyVision, tmp_path: Path):
+    new_vision = vision.changed(seed=1)
+    request, generation, cut, encoded_images = await generate_with_two_versions(
+        vision, new_vision, tmp_path / "version", sleeps=True
+    )
+    assert encoded_images == 2
+    old_part = replace(generation, ids=generation.ids[:cut], logprobs=generation.logprobs[:cut])
+    vision.assert_logprobs(request, old_part)
+    new_part = replace(generation, ids=generation.ids[cut:], logprobs=generation.logprobs[cut:])
+    new_vision.assert_logprobs(vision.ask(request.ids + old_part.ids), new_part)
 
 
 async def test_weights_swap_between_two_tokens_behind_an_image(vision: TinyVision, tmp_path: Path):
     """KV of the image stays that of the old weights; positions go on behind the image."""
-    new = vision.changed(seed=1)
-    engine = vision.serve(stepwise=True)
-    encoded = Encoded(engine)
-    request = vision.ask(text(9) + vision.picture(3, 4) + text(3), 20)
-    task = asyncio.create_task(engine.generate(request))
-    await generated(engine, 5)
-    await engine.load(publish(new.model, tmp_path / "version", 3))
-    generation = await task
-
-    cut = generation.spans[0].end
-    assert 5 <= cut < 20 and encoded.images == 1
-    expected = mixed_logprobs(vision, new, request.ids + generation.ids, len(request.ids) + cut - 1)
+    new_vision = vision.changed(seed=1)
+    request, generation, cut, encoded_images = await generate_with_two_versions(
+        vision, new_vision, tmp_path / "version", sleeps=False
+    )
+    assert encoded_images == 1
+    expected = mixed_logprobs(vision, new_vision, request.ids + generation.ids, len(request.ids) + cut - 1)
     torch.testing.assert_close(torch.tensor(generation.logprobs[cut:]), expected, **ROUNDING)
-    await engine.close()
 
 
 @torch.no_grad()
 def mixed_logprobs(old: TinyVision, new: TinyVision, ids: Ids, split: int) -> torch.Tensor:
     """Log-probs of ids[split + 1:] when `old` wrote the KV of ids[:split] and `new` goes on."""
-    assert not has_images(ids[split:])
+    assert not has_image_ids(ids[split:])
     old_model: Any = old.model
     cache = DynamicCache(config=old_model.config)
     arguments = old.arguments(ids[:split])
@@ -328,12 +334,12 @@ def mixed_logprobs(old: TinyVision, new: TinyVision, ids: Ids, split: int) -> to
 async def test_agents_with_adapters_read_the_same_image(vision: TinyVision, tmp_path: Path):
     """Adapters are in the text part: the image is encoded for each agent, by the same tower."""
     sizes = {"planner": (3, 6.0), "coder": (2, 8.0)}
-    both = copy.deepcopy(vision.model)
-    adapters = Adapters(both, sizes)
+    adapted_model = copy.deepcopy(vision.model)
+    adapters = Adapters(adapted_model, sizes)
     draw = torch.Generator().manual_seed(0)
     tensors = {}
     for piece in adapters.published:
-        shape = both.get_parameter(piece.parameter).shape
+        shape = adapted_model.get_parameter(piece.parameter).shape
         tensors[piece.name] = 0.1 * torch.randn(shape, generator=draw)
     ref = fake_weights.publish(tensors, tmp_path / "version", PolicyVersion(1, 1), adapters.specs)
 
@@ -372,20 +378,21 @@ async def test_images_are_read_beside_the_loop_and_the_steps(
     monkeypatch.setattr(PixelReader, "read", read_late)
     engine = vision.serve()
     request = vision.ask(text(3) + vision.picture(2, 3), 4, "late")
-    released = vision.ask(text(3) + vision.picture(2, 3, 1), 4, "released")
-    tasks = [asyncio.create_task(engine.generate(each)) for each in (request, released)]
+    released_request = vision.ask(text(3) + vision.picture(2, 3, 1), 4, "released")
+    late_turn = asyncio.create_task(engine.generate(request))
+    released_turn = asyncio.create_task(engine.generate(released_request))
     assert await asyncio.to_thread(is_reading.wait, 60)
     assert len((await engine.generate(vision.ask(text(9), 8, "text"))).ids) == 8
 
     with pytest.raises(EngineError, match="'late': its previous turn is still running"):
         await engine.generate(request)
     engine.release("released")
-    ended = await tasks[1]
-    assert (ended.ids, ended.stop) == ((), StopReason.ABORT)
-    assert not tasks[0].done()
+    aborted = await released_turn
+    assert (aborted.ids, aborted.stop) == ((), StopReason.ABORT)
+    assert not late_turn.done()
 
     may_read.set()
-    generation: Generation = await tasks[0]
+    generation: Generation = await late_turn
     vision.assert_logprobs(request, generation)
     await engine.close()
 
@@ -415,22 +422,23 @@ async def test_requests_that_cannot_be_served_are_refused(vision: TinyVision, tm
     picture = vision.picture(2, 3)
     digest = find_runs(picture)[0].digest
     other_digest = find_runs(vision.picture(3, 3))[0].digest
-    good = vision.ask(text(3) + picture + text(2))
+    valid_request = vision.ask(text(3) + picture + text(2))
     refused = {
         "which stands for images": vision.ask((1, vision.layout.placeholder, 2)),
         "begin with the first 4 ids of an image": vision.ask((1, *picture[2:], 2)),
-        f"the file of image {digest} is not among": replace(good, images={}),
-        "has 6 ids instead of 3 x 3": replace(good, images={digest: vision.files[other_digest]}),
-        "a stored image cannot be decoded": replace(good, images={digest: vision.files[digest][:90]}),
+        f"the file of image {digest} is not among": replace(valid_request, images={}),
+        "has 6 ids instead of 3 x 3": replace(valid_request, images={digest: vision.files[other_digest]}),
+        "a stored image cannot be decoded": replace(
+            valid_request, images={digest: vision.files[digest][:90]}
+        ),
     }
     for reason, request in refused.items():
         with pytest.raises(EngineRefused, match=reason):
             await engine.generate(request)
-    with pytest.raises(EngineRefused, match="reads turns without images only"):
-        await engine.read(good.ids, 2, 1)
-    with pytest.raises(EngineRefused, match=f"the file of image {digest} is not among"):
-        await engine.score(good.ids)
-    vision.assert_logprobs(good, await engine.generate(good))
+    for scoring in (engine.score(valid_request.ids), engine.read(valid_request.ids, 2, 1)):
+        with pytest.raises(EngineRefused, match=f"the file of image {digest} is not among"):
+            await scoring
+    vision.assert_logprobs(valid_request, await engine.generate(valid_request))
     await engine.close()
 
     text_engine = serve(tiny())
@@ -452,6 +460,9 @@ async def test_rows_with_images_are_scored(vision_of_family: TinyVision):
         **ROUNDING,
     )
     assert len(await engine.score(text(7))) == 6
+
+    scores = await engine.read(ids, 2, 0, vision.files)
+    assert np.frombuffer(scores.logprobs, "<f4").tolist() == pytest.approx(logprobs[-2:], abs=1e-5)
     await engine.close()
 
 

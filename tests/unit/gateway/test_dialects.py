@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from asyncrl.gateway import exchange, messages, text_completions
 from asyncrl.gateway.exchange import ApiError
-from asyncrl.gateway.images import PICTURE_NOTE
 from asyncrl.types import Message, StopReason, ToolCall
+from asyncrl.vision.content import IMAGE_NOTE
 from tests.fakes.dialects import DIALECTS, FUNCTION, LOOK, Dialect, Said, reply
 
 CHAT = DIALECTS["chat"]
@@ -110,8 +110,8 @@ def test_what_a_client_sends_as_a_matter_of_course_is_fine(dialect: Dialect) -> 
 def test_fields_that_do_nothing_are_named(dialect: Dialect) -> None:
     request = dialect.exchange_of([USER]).request
     body = b'{"model": "a", "stream": null, "seed": 1, "user": "me", "top_p": null, "tool_choice": "auto"}'
-    found = exchange.without_effect(body, request)
-    assert found == {"seed": exchange.SAMPLING_EFFECT, "user": "has no effect"}
+    unheeded = exchange.without_effect(body, request)
+    assert unheeded == {"seed": exchange.SAMPLING_EFFECT, "user": "has no effect"}
     many = json.dumps({f"{number}": 1 for number in range(1000)}).encode()
     assert len(exchange.without_effect(many, request)) == exchange.MAX_LOGGED_FIELDS
 
@@ -354,7 +354,7 @@ def test_what_anthropics_clients_send_beside_texts() -> None:
     agent_exchange = MESSAGES.read(json.dumps(body).encode())
     assert agent_exchange.agent_request.messages == (
         Message("system", "be brief"),
-        Message("user", f"see\n{PICTURE_NOTE}"),
+        Message("user", f"see\n{IMAGE_NOTE}"),
         Message("assistant", "", CALLS[:1]),
         Message("tool", "Error: no", tool_call_id="call_0", name="look"),
         Message("user", "so?"),
@@ -405,12 +405,14 @@ def test_no_text_of_anthropics_clients_is_lost() -> None:
         {"type": "content", "content": [{"type": "text", "text": "three"}, {"type": "image"}]},
         {"type": "base64", "data": "JVBE"},
     ]
-    said = [{"role": "user", "content": [{"type": "document", "source": one} for one in sources]}]
-    (read,) = MESSAGES.read(json.dumps({"messages": said}).encode()).agent_request.messages
-    assert read.content == f"one\ntwo\nthree\n{PICTURE_NOTE}\n{PICTURE_NOTE}"
+    documents = [{"type": "document", "source": source} for source in sources]
+    body = {"messages": [{"role": "user", "content": documents}]}
+    (user_message,) = MESSAGES.read(json.dumps(body).encode()).agent_request.messages
+    assert user_message.content == f"one\ntwo\nthree\n{IMAGE_NOTE}\n{messages.DOCUMENT_NOTE}"
     search_error = {"type": "web_search_tool_result", "tool_use_id": "a", "content": {"error_code": "x"}}
-    own = [{"type": "server_tool_use", "id": "a", "name": "n"}, search_error, {"type": "text", "text": "hi"}]
-    turns = [{"role": "assistant", "content": own}, {"role": "user", "content": "q"}]
+    search_call = {"type": "server_tool_use", "id": "a", "name": "n"}
+    answer = [search_call, search_error, {"type": "text", "text": "hi"}]
+    turns = [{"role": "assistant", "content": answer}, {"role": "user", "content": "q"}]
     assert MESSAGES.read(json.dumps({"messages": turns}).encode()).agent_request.messages[0].content == "hi"
 
 

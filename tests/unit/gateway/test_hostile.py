@@ -98,24 +98,24 @@ async def test_compressed_requests_are_refused_unread(
         )[0] == 200
 
 
-@pytest.mark.parametrize("said", ["length", "chunks", "path", "key"])
+@pytest.mark.parametrize("flaw", ["length", "chunks", "path", "key"])
 @served
 async def test_a_body_that_nobody_reads_ends_the_connection(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, said: str
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, flaw: str
 ) -> None:
-    """Too large by what it says, or as it comes; of a path that is not there; without a key. The rest is not
-    read: the client can send no more than what buffers hold."""
+    """The body is too large by its announced length, or as it comes; the path is unknown; the key is missing.
+    The rest of the body is not read: the client can send no more than buffers hold."""
     monkeypatch.setattr(server, "MAX_BODY_BYTES", 1000)
     async with gateway.admit_episode(FakeHost()) as endpoint:
         reader, writer = await asyncio.open_connection(*base_address(endpoint))
-        large = {"Content_Length": str(10 << 30), "Content_Encoding": "gzip" * (said == "path")}
-        if said == "chunks":
+        large = {"Content_Length": str(10 << 30), "Content_Encoding": "gzip" * (flaw == "path")}
+        if flaw == "chunks":
             head = request(endpoint.api_key, Content_Length="", Transfer_Encoding="chunked")
             writer.write(head + f"{1 << 30:x}\r\n".encode())
-        elif said == "path":
+        elif flaw == "path":
             writer.write(request(endpoint.api_key, "POST /v1/nothing HTTP/1.1", **large))
         else:
-            writer.write(request("" if said == "key" else endpoint.api_key, **large))
+            writer.write(request("" if flaw == "key" else endpoint.api_key, **large))
         answer = asyncio.create_task(reader.read(12))
         sent = 0
         with suppress(ConnectionError):
@@ -124,7 +124,7 @@ async def test_a_body_that_nobody_reads_ends_the_connection(
                 await writer.drain()
                 sent += 1 << 20
         assert sent < 32 << 20
-        status = {"path": 404, "key": 401}.get(said, 413)
+        status = {"path": 404, "key": 401}.get(flaw, 413)
         assert await answer == f"HTTP/1.1 {status}".encode()
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import base64
 import io
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import PIL.Image
 import pytest
 
-from asyncrl.gateway import Gateway, completions, images, messages, responses
-from asyncrl.gateway.exchange import Exchange
-from asyncrl.gateway.images import PICTURE_NOTE, TEXT_ONLY, RequestImages
+from asyncrl.gateway import Gateway, completions, images, messages, responses, server
+from asyncrl.gateway.exchange import ApiDialect, Exchange, openai_error
+from asyncrl.gateway.images import TEXT_ONLY, RequestImages
 from asyncrl.types import IMAGE_MARK, ImageRef, Message
+from asyncrl.vision.content import IMAGE_NOTE
 from asyncrl.vision.files import ImageError, StoredImage, prepare_image
 from tests.fakes.chat import IMAGE_LAYOUT
 from tests.fakes.hosts import FakeHost, fetch, served
@@ -36,7 +38,7 @@ def ref(encoded_file: str) -> ImageRef:
 
 
 def chat_body(*encoded_files: str) -> dict[str, Any]:
-    """A request with the images in a user's message, then a call and its reply with the images again."""
+    """Return a request with the images in a user's message, then a call and its reply with the images."""
     parts = [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded_file}"}}
         for encoded_file in encoded_files
@@ -121,8 +123,8 @@ def test_a_model_of_text_reads_a_note(
     read: Read, body: Callable[..., dict[str, Any]], separator: str
 ) -> None:
     user, _, tool = read_messages(read, body("not even base64"), TEXT_ONLY)
-    assert (user.content, user.images) == (f"see{separator}{PICTURE_NOTE}", ())
-    assert (tool.content, tool.images) == (f"seen{separator}{PICTURE_NOTE}", ())
+    assert (user.content, user.images) == (f"see{separator}{IMAGE_NOTE}", ())
+    assert (tool.content, tool.images) == (f"seen{separator}{IMAGE_NOTE}", ())
 
 
 @every_dialect
@@ -190,9 +192,9 @@ def test_a_bad_image_is_refused(url: Any, complaint: str) -> None:
 
 
 def test_images_in_documents_and_other_documents() -> None:
-    picture = {"type": "image", "source": {"type": "base64", "data": RED}}
+    image_block = {"type": "image", "source": {"type": "base64", "data": RED}}
     sources = [
-        {"type": "content", "content": [{"type": "text", "text": "a"}, picture]},
+        {"type": "content", "content": [{"type": "text", "text": "a"}, image_block]},
         {"type": "base64", "media_type": "application/pdf", "data": "JVBE"},
     ]
     blocks = [{"type": "document", "source": source} for source in sources]
@@ -202,6 +204,121 @@ def test_images_in_documents_and_other_documents() -> None:
     assert message.images == (ref(RED),)
 
 
+def view_image_body(encoded_file: str) -> dict[str, Any]:
+    """Return a request of Codex after its tool view_image: the output of the call is a list."""
+    url = f"data:image/png;base64,{encoded_file}"
+    return {
+        "model": "policy",
+        "instructions": "You are a coding agent.",
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "see"}]},
+            {
+                "type": "function_call",
+                "name": "view_image",
+                "arguments": '{"path":"red.png"}',
+                "call_id": "call_0-t0",
+            },
+            {
+                "type": "function_call_output",
+                "call_id": "call_0-t0",
+                "output": [{"type": "input_image", "image_url": url}],
+            },
+        ],
+        "stream": True,
+        "store": False,
+    }
+
+
+def attached_image_body(encoded_file: str) -> dict[str, Any]:
+    """Return a request of an older Codex after view_image: a message of the user brings the image."""
+    body = view_image_body(encoded_file)
+    image_content = body["input"][-1]["output"]
+    body["input"][-1]["output"] = "attached local image path"
+    body["input"].append({"type": "message", "role": "user", "content": image_content})
+    return body
+
+
+def read_tool_body(encoded_file: str) -> dict[str, Any]:
+    """Return a request of Claude Code after its tool Read of a PNG file."""
+    source = {"type": "base64", "data": encoded_file, "media_type": "image/png"}
+    call_block = {"type": "tool_use", "id": "call_0-t0", "name": "Read", "input": {"file_path": "/red.png"}}
+    result_block = {
+        "tool_use_id": "call_0-t0",
+        "type": "tool_result",
+        "content": [{"type": "image", "source": source}],
+        "cache_control": {"type": "ephemeral"},
+    }
+    return {
+        "model": "policy",
+        "max_tokens": 32000,
+        "system": [{"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "see"}]},
+            {"role": "assistant", "content": [call_block]},
+            {"role": "user", "content": [result_block]},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "reply_texts"),
+    [
+        (responses.read, view_image_body, [("tool", IMAGE_MARK)]),
+        (
+            responses.read,
+            attached_image_body,
+            [("tool", "attached local image path"), ("user", IMAGE_MARK)],
+        ),
+        (messages.read, read_tool_body, [("tool", IMAGE_MARK)]),
+    ],
+)
+def test_images_that_tools_of_coding_agents_show_are_read(
+    read: Read, body: Callable[[str], dict[str, Any]], reply_texts: list[tuple[str, str]]
+) -> None:
+    conversation = read_messages(read, body(RED), RequestImages(IMAGE_LAYOUT))
+    replies = conversation[3:]
+    assert [(reply.role, reply.content) for reply in replies] == reply_texts
+    assert replies[-1].images == (ref(RED),)
+    assert replies[0].tool_call_id == conversation[2].tool_calls[0].id == "call_0"
+
+    text_replies = read_messages(read, body(RED), TEXT_ONLY)[3:]
+    assert (text_replies[-1].content, text_replies[-1].images) == (IMAGE_NOTE, ())
+
+
+def test_a_refused_image_leaves_room_for_a_smaller_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    red_bytes = len(base64.b64decode(RED))
+    monkeypatch.setattr(images, "MAX_EPISODE_BYTES", red_bytes)
+    request_images = RequestImages(IMAGE_LAYOUT)
+    large_file = base64_png("red", (128, 128))
+    assert len(base64.b64decode(large_file)) > red_bytes
+    with pytest.raises(ImageError, match="send fewer or smaller images"):
+        request_images.read_base64(large_file)
+    assert request_images.read_base64(RED).images == (ref(RED),)
+
+
+async def test_only_requests_with_images_are_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def read(body: bytes, request_images: RequestImages) -> Exchange:
+        threads.append(threading.current_thread())
+        return completions.read(body, request_images)
+
+    async def threads_of(*encoded_files: str) -> list[bool]:
+        """Return whether each reading of a request was in the event loop's thread."""
+        threads.clear()
+        body = json.dumps(chat_body(*encoded_files)).encode()
+        exchange = await server._read_exchange(
+            ApiDialect(read, openai_error), body, RequestImages(IMAGE_LAYOUT)
+        )
+        assert exchange.agent_request.messages[0].images == tuple(map(ref, encoded_files))
+        return [thread is threading.main_thread() for thread in threads]
+
+    assert await threads_of() == [True]
+    assert await threads_of(RED) == [True, False], "the image is decoded in a thread"
+    monkeypatch.setattr(server, "MAX_READ_TWICE_BYTES", 100)
+    assert await threads_of(RED) == [False], "a large request is not read twice"
+
+
 @pytest.mark.parametrize(("bound", "value"), [("MAX_EPISODE_IMAGES", 1), ("MAX_EPISODE_BYTES", 100)])
 def test_the_images_of_an_episode_are_bounded(
     monkeypatch: pytest.MonkeyPatch, bound: str, value: int
@@ -209,6 +326,27 @@ def test_the_images_of_an_episode_are_bounded(
     monkeypatch.setattr(images, bound, value)
     with pytest.raises(ImageError, match=r"of an episode|an episode can have"):
         read_messages(completions.read, chat_body(RED, BLUE), RequestImages(IMAGE_LAYOUT))
+
+
+@served
+async def test_a_request_to_a_model_that_reads_images_may_be_larger(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_BODY_BYTES", 1 << 20)
+    monkeypatch.setattr(server, "MAX_IMAGE_BODY_BYTES", 3 << 20)
+    image_host = FakeHost()
+    image_host.images = RequestImages(IMAGE_LAYOUT)
+    for host, limit_mib in ((FakeHost(), 1), (image_host, 3)):
+        async with gateway.admit_episode(host, lambda: 0.0) as endpoint:
+            for mebibytes in (2, 4):
+                text = "x" * (mebibytes << 20)
+                body = {"messages": [{"role": "user", "content": text}]}
+                status, answer = await fetch(endpoint, "/chat/completions", json=body)
+                if mebibytes < limit_mib:
+                    assert status == 200
+                else:
+                    assert status == 413
+                    assert f"the request is larger than {limit_mib} MiB" in answer["error"]["message"]
 
 
 @served

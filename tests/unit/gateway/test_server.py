@@ -34,9 +34,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @served
 async def test_a_key_names_an_episode_and_dies_with_it(gateway: Gateway) -> None:
-    one = FakeHost("one")
-    two = FakeHost("two")
-    async with gateway.admit_episode(one) as first, gateway.admit_episode(two) as second:
+    first_host = FakeHost("one")
+    second_host = FakeHost("two")
+    async with gateway.admit_episode(first_host) as first, gateway.admit_episode(second_host) as second:
         assert first.api_key != second.api_key
         for endpoint, text in ((first, "one"), (second, "two")):
             status, body = await ask(endpoint, "q")
@@ -45,11 +45,11 @@ async def test_a_key_names_an_episode_and_dies_with_it(gateway: Gateway) -> None
         status, body = await ask(Endpoint(first.base_url, key), "q")
         assert (status, body["error"]["code"]) == (401, "invalid_api_key")
         assert (await fetch(first, "/models", key))[0] == 401
-    assert len(one.requests) == len(two.requests) == 1
+    assert len(first_host.requests) == len(second_host.requests) == 1
 
 
 @pytest.mark.parametrize(
-    ("found", "status", "code"),
+    ("outcome", "status", "code"),
     [
         (Refusal(EpisodeEnd.LENGTH, "too long", 9, 8), 400, "context_length_exceeded"),
         (Refusal(EpisodeEnd.MAX_TURNS, "enough"), 400, "max_turns"),
@@ -64,14 +64,15 @@ async def test_a_key_names_an_episode_and_dies_with_it(gateway: Gateway) -> None
 @every_dialect
 @served
 async def test_what_goes_wrong_is_an_answer(
-    gateway: Gateway, dialect: Dialect, found: Any, status: int, code: str | None
+    gateway: Gateway, dialect: Dialect, outcome: Any, status: int, code: str | None
 ) -> None:
-    host = FakeHost(found)
+    host = FakeHost(outcome)
     async with gateway.admit_episode(host) as endpoint:
-        got, body = await fetch(endpoint, dialect.path, json=dialect.body([USER]))
-        assert (got, body["error"].get("code")) == (status, None if dialect.path == "/messages" else code)
-        full = isinstance(found, Refusal) and found.tokens > 0 and dialect.path == "/messages"
-        assert (body["error"]["message"] == "prompt is too long: 9 tokens > 8 maximum") is full
+        answer_status, body = await fetch(endpoint, dialect.path, json=dialect.body([USER]))
+        is_anthropics = dialect.path == "/messages"
+        assert (answer_status, body["error"].get("code")) == (status, None if is_anthropics else code)
+        row_is_full = isinstance(outcome, Refusal) and outcome.tokens > 0 and is_anthropics
+        assert (body["error"]["message"] == "prompt is too long: 9 tokens > 8 maximum") is row_is_full
         host.result = "42"
         assert (await ask(endpoint, "q"))[0] == 200  # the server goes on
 
@@ -104,10 +105,10 @@ async def test_broken_requests_get_errors(
         monkeypatch.setattr(server, "READ_SECONDS", 0.05)
     async with gateway.admit_episode(FakeHost()) as endpoint:
         sent = {key: value() if callable(value) else value for key, value in options.items()}
-        got, body = await fetch(endpoint, dialect.path, **sent)
-        assert (got, why in body["error"]["message"]) == (status, True), body
-        got, body = await fetch(endpoint, "/embeddings", json={})
-        assert (got, body["error"]["code"]) == (404, "unknown_url")
+        answer_status, body = await fetch(endpoint, dialect.path, **sent)
+        assert (answer_status, why in body["error"]["message"]) == (status, True), body
+        answer_status, body = await fetch(endpoint, "/embeddings", json={})
+        assert (answer_status, body["error"]["code"]) == (404, "unknown_url")
         assert body["error"]["type"] == "invalid_request_error"
         assert f"POST /v1{dialect.path}" in body["error"]["message"].partition("; available:")[2]
 
@@ -129,8 +130,8 @@ async def test_slow_bodies_of_one_episode_keep_no_other_waiting(gateway: Gateway
         for _ in asking:
             await arrived.acquire()
         assert (await ask(endpoint, "q"))[0] == 200
-        for one in asking:
-            one.cancel()
+        for request in asking:
+            request.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
         assert (await ask(slow, "q"))[0] == 200
 
@@ -138,8 +139,8 @@ async def test_slow_bodies_of_one_episode_keep_no_other_waiting(gateway: Gateway
 @served
 async def test_the_models_are_listed_for_guests(gateway: Gateway) -> None:
     async with gateway.admit_episode(FakeHost()) as endpoint:
-        _, found = await fetch(endpoint, "/models")
-        assert [model["id"] for model in found["data"]] == [endpoint.model]
+        _, listing = await fetch(endpoint, "/models")
+        assert [model["id"] for model in listing["data"]] == [endpoint.model]
         for name in (endpoint.model, "org/model"):
             assert (await fetch(endpoint, f"/models/{name}"))[1]["id"] == name
 
@@ -183,24 +184,24 @@ async def test_a_stream_says_that_its_turn_goes_on(
         body = dialect.body([USER], stream=True)
         async with session.post(endpoint.base_url + dialect.path, json=body, headers=headers) as answer:
             beats = {"/messages": "event: ping", "/responses": "in_progress"}
-            said = ""
+            received = ""
             beat = beats.get(dialect.path, "\n:")
-            while said.count(beat) < 5:
-                said += (await answer.content.readany()).decode()
+            while received.count(beat) < 5:
+                received += (await answer.content.readany()).decode()
             host.gate.set()
-            said += (await answer.content.read()).decode()
-    assert dialect.heard(events_of(said)).content == "42"
+            received += (await answer.content.read()).decode()
+    assert dialect.heard(events_of(received)).content == "42"
 
 
-@pytest.mark.parametrize("found", ["42", EngineError("broke")], ids=str)
+@pytest.mark.parametrize("outcome", ["42", EngineError("broke")], ids=str)
 @every_dialect
 @served
 async def test_a_whole_answer_that_takes_long_begins_with_line_breaks(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, dialect: Dialect, found: Any
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, dialect: Dialect, outcome: Any
 ) -> None:
     """Clients give up a silent server after minutes. What fails after the status was sent breaks off."""
     monkeypatch.setattr(server, "SILENT_SECONDS", 0.01)
-    host = FakeHost(found)
+    host = FakeHost(outcome)
     host.gate.clear()
     async with gateway.admit_episode(host) as endpoint, aiohttp.ClientSession() as session:
         headers = {"x-api-key": endpoint.api_key}
@@ -208,7 +209,7 @@ async def test_a_whole_answer_that_takes_long_begins_with_line_breaks(
         async with session.post(endpoint.base_url + dialect.path, json=body, headers=headers) as answer:
             assert (answer.status, await answer.content.readexactly(5)) == (200, b"\n" * 5)
             host.gate.set()
-            if found == "42":
+            if outcome == "42":
                 assert dialect.parse_answer(await answer.json()).content == "42"
             else:
                 with pytest.raises(aiohttp.ClientError):
@@ -222,14 +223,14 @@ async def test_an_error_in_a_stream_is_a_status_or_an_event(
     gateway: Gateway, dialect: Dialect, streamed: str | None
 ) -> None:
     async with gateway.admit_episode(FakeHost(EngineError("broke"), streamed)) as endpoint:
-        status, found = await fetch(endpoint, dialect.path, json=dialect.body([USER], stream=True))
+        status, answer = await fetch(endpoint, dialect.path, json=dialect.body([USER], stream=True))
     if streamed:
-        assert (status, "[DONE]" in found) == (200, False)
-        kind, found = events_of(found)[-1]
+        assert (status, "[DONE]" in answer) == (200, False)
+        kind, answer = events_of(answer)[-1]
         assert kind == "error"
     else:
         assert status == 500
-    assert found["error"]["message"] == "EngineError: broke"
+    assert answer["error"]["message"] == "EngineError: broke"
 
 
 @served
@@ -237,7 +238,7 @@ async def test_log_probs_are_given_on_request(gateway: Gateway) -> None:
     async with gateway.admit_episode(FakeHost()) as endpoint:
         _, body = await ask(endpoint, "q", logprobs=True)
     content = body["choices"][0]["logprobs"]["content"]
-    assert [(one["token"], one["logprob"]) for one in content] == [("A", -0.5), ("B", -1.5)]
+    assert [(token["token"], token["logprob"]) for token in content] == [("A", -0.5), ("B", -1.5)]
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -398,4 +399,4 @@ async def test_names_that_agents_choose_do_not_fill_the_log(
         monkeypatch.setattr(exchange, "without_effect", None)  # nor are more looked for, which takes time
         assert (await fetch(endpoint, "/messages", json=body))[0] == 200
     assert len(caplog.records) == 3
-    assert all(one.message.isprintable() and len(one.message) < 200 for one in caplog.records)
+    assert all(record.message.isprintable() and len(record.message) < 200 for record in caplog.records)

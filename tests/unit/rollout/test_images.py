@@ -92,11 +92,11 @@ async def test_another_episode_repeats_the_request_of_an_episode_that_ended(
 ) -> None:
     monkeypatch.setattr(images, "RESEND_SECONDS", 0.01)
     coordinator = Coordinator(lose=1)
-    ended = asyncio.ensure_future(coordinator.worker.files_of([FIRST]))
-    waiting = asyncio.ensure_future(coordinator.worker.files_of([FIRST]))
+    cancelled_read = asyncio.ensure_future(coordinator.worker.files_of([FIRST]))
+    waiting_read = asyncio.ensure_future(coordinator.worker.files_of([FIRST]))
     await asyncio.sleep(0)
-    ended.cancel()
-    assert await waiting == {FIRST: FILES[FIRST]}
+    cancelled_read.cancel()
+    assert await waiting_read == {FIRST: FILES[FIRST]}
 
 
 async def test_pauses_between_requests_double() -> None:
@@ -118,12 +118,12 @@ async def test_an_image_that_is_not_stored_fails_the_episode() -> None:
 
 async def test_a_lost_image_for_which_nobody_waits_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     coordinator = Coordinator(lose=1)
-    ended = asyncio.ensure_future(coordinator.worker.files_of([FIRST]))
+    cancelled_read = asyncio.ensure_future(coordinator.worker.files_of([FIRST]))
     await asyncio.sleep(0)
-    ended.cancel()
-    await asyncio.wait([ended])
+    cancelled_read.cancel()
+    await asyncio.wait([cancelled_read])
     coordinator.worker.receive_files(ImageFiles((FIRST,), lost=(FIRST,)), [])
-    del ended
+    del cancelled_read
     gc.collect()
     assert not caplog.records
 

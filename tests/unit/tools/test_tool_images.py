@@ -43,15 +43,15 @@ def play(
         return image.ref
 
     async def main() -> list[ToolReply]:
-        box = Toolbox({tool.name: tool for tool in tools}, 20.0, layout)
+        toolbox = Toolbox({tool.name: tool for tool in tools}, 20.0, layout)
         sample = Sample(0, "", (), "null", extra_info_json=f'{{"seed": {seed}}}')
-        session = box.session(sample, add_image=add_image)
+        session = toolbox.session(sample, add_image=add_image)
         try:
             await session.open()
-            return [await session.call(one) for one in calls]
+            return [await session.call(tool_call) for tool_call in calls]
         finally:
             await session.close()
-            await box.close()
+            await toolbox.close()
 
     return asyncio.run(main()), episode_images
 
@@ -113,8 +113,8 @@ def test_the_example_zooms_into_a_picture() -> None:
 
 
 def test_a_process_returns_images_as_files() -> None:
-    red, again, damaged = (call("paint", f'{{"colour": "{colour}"}}') for colour in ("red", "red", "black"))
-    replies, episode_images = play([PAINT], red, again, damaged)
+    calls = [call("paint", f'{{"colour": "{colour}"}}') for colour in ("red", "red", "black")]
+    replies, episode_images = play([PAINT], *calls)  # a black picture is a damaged file
     assert [reply.content for reply in replies[:2]] == [f"red:{IMAGE_MARK}"] * 2
     assert replies[0].images == replies[1].images
     (image,) = episode_images.values()

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.types import IMAGE_MARK
 from asyncrl.vision import content as contents
-from asyncrl.vision.content import ImageFile, has_images, read_content
+from asyncrl.vision.content import ImageFile, has_image_parts, read_content
 from asyncrl.vision.files import ImageError, StoredImage, image_digest, prepare_decoded
 from asyncrl.vision.layout import ImageLayout
 from tests.fakes.chat import IMAGE_LAYOUT
@@ -65,7 +65,7 @@ def test_a_file_that_fits_is_kept_as_it_is_also_from_base64() -> None:
 
 def test_only_images_count_as_images() -> None:
     values = (RED, ImageFile(b""), [RED], ("a", RED), "a", ["a"], b"\x89PNG", {"image": RED}, None)
-    assert [has_images(value) for value in values] == [True] * 4 + [False] * 5
+    assert [has_image_parts(value) for value in values] == [True] * 4 + [False] * 5
 
 
 @pytest.mark.parametrize(

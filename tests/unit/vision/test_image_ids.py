@@ -16,7 +16,7 @@ from asyncrl.vision.image_ids import (
     collapse_runs,
     find_runs,
     find_whole_runs,
-    has_images,
+    has_image_ids,
     image_ids,
     largest_token_id,
     with_placeholders,
@@ -48,7 +48,7 @@ def test_a_row_spells_its_images(parts: list[list[int] | tuple[str, int]]) -> No
     assert find_runs(ids) == runs
     assert find_whole_runs(ids) == runs
     assert find_runs(np.array(ids, dtype=np.int32)) == runs
-    assert has_images(ids) == bool(runs)
+    assert has_image_ids(ids) == bool(runs)
     assert all(token < 1 << 31 for token in ids)
 
 

@@ -17,17 +17,10 @@ from asyncrl.types import ImageRef
 from asyncrl.vision.image_ids import DIGEST_DIGITS, find_runs, image_ids, with_placeholders
 from asyncrl.vision.layout import ImageLayout, place_images, read_image_layout
 from asyncrl.vision.positions import rope_positions
+from tests.fakes.layouts import qwen_layout
 from tests.fakes.tiny_families import build_family
 
-QWEN = ImageLayout(
-    placeholder=9,
-    scaling="qwen",
-    patch_size=14,
-    merge_size=2,
-    temporal_patch_size=2,
-    min_pixels=56 * 56,
-    max_pixels=28 * 28 * 100,
-)
+QWEN = qwen_layout(placeholder=9, patch_size=14, min_side=56, max_side=280)
 GLM = ImageLayout(
     placeholder=9,
     scaling="glm",
@@ -40,7 +33,7 @@ GLM = ImageLayout(
 
 
 def resize(layout: ImageLayout, height: int, width: int) -> tuple[int, int]:
-    """The size that transformers gives an image."""
+    """Return the size that transformers gives an image."""
     limits = {"factor": 28, "min_pixels": layout.min_pixels, "max_pixels": layout.max_pixels}
     if layout.scaling == "glm":
         return glm_resize(num_frames=2, height=height, width=width, temporal_factor=2, **limits)
@@ -100,9 +93,9 @@ def test_placeholders_become_runs() -> None:
     ids = place_images((5, 9, 6, 9), images, QWEN)
     assert [(run.start, run.end) for run in find_runs(ids)] == [(1, 7), (8, 12)]
 
-    for wrong in ((5, 9, 6), (9, 9, 9)):
-        with pytest.raises(ConfigError, match="image placeholders for 2 images; remove image tokens"):
-            place_images(wrong, images, QWEN)
+    for ids_with_other_count in ((5, 9, 6), (9, 9, 9)):
+        with pytest.raises(ConfigError, match="image placeholders for 2 images; use a template that"):
+            place_images(ids_with_other_count, images, QWEN)
 
 
 def test_layouts_are_read_from_model_directories(tmp_path: Path) -> None:
