@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -31,6 +32,7 @@ from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import compose
 from asyncrl.buffer.packing import Piece, micro_batches
 from asyncrl.config import RunConfig, described_recomputation
+from asyncrl.data.storage import stored_sample_image_ids
 from asyncrl.errors import recorded
 from asyncrl.trainer import report
 from asyncrl.trainer.advantages import with_advantages, with_kl_penalty, with_scaled_advantages
@@ -162,8 +164,13 @@ class Learner:
 
         device_memory = torch.cuda.get_device_properties(device).total_memory
         with recorded() as failure:
+            run_directory = Path(self.config.run_dir) / self.config.name
             least_every = least_recomputation(
-                self.config, device_memory, device.index or 0, torch.cuda.device_count()
+                self.config,
+                device_memory,
+                device.index or 0,
+                torch.cuda.device_count(),
+                min(stored_sample_image_ids(run_directory), self.config.rollout.max_tokens),
             )
 
         if failure:
