@@ -5,6 +5,12 @@
 The columns are those that verl's examples/data_preprocess/geo3k.py writes for hiyouga/geometry3k: `<image>`
 in the prompt's text, and the figure in `images`. A figure shows a right triangle with two labelled sides; the
 question asks for the third side or the area. The same seed writes the same rows.
+
+verl's reward for geo3k, 0.9 for the answer in the box and 0.1 for the format, is with a ChatML template:
+
+    rollout.reward='{math: {boxed: true, weight: 0.9}, regex: {weight: 0.1, of: transcript, pattern: …}}'
+
+with REWARD's pattern. The pattern begins with the model's turn, as the prompt names the tags, too.
 """
 
 from __future__ import annotations
@@ -26,6 +32,10 @@ INSTRUCTION = (
     "\\boxed{}."
 )
 TRIPLES = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29))
+FORMAT = r"assistant\n\s*<think>.*</think>.*\\boxed\{.*\}"
+REWARD = (
+    f"{{math: {{boxed: true, weight: 0.9}}, regex: {{weight: 0.1, of: transcript, pattern: '{FORMAT}'}}}}"
+)
 FIGURE_SIZE = (320, 240)  # pixels
 MARGIN = 40  # pixels
 

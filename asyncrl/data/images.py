@@ -214,6 +214,7 @@ class ImagePreparer:
         self._preparations: dict[str, _Preparation] = {}
         self._waiting_bytes = 0
         self._final_refs: dict[str, ImageRef] = {}  # by the digest of the provisional reference
+        self._sample_ids = 0  # see ImageFooter
         self.summary = ImageSummary(Counter(), [])
 
     def __enter__(self) -> ImagePreparer:
@@ -265,7 +266,7 @@ class ImagePreparer:
 
     def finish(self) -> StoredImages | None:
         """Finish the file, and return its images; None without images."""
-        return self._writer.finish() if self._final_refs else None
+        return self._writer.finish(self._sample_ids) if self._final_refs else None
 
     @property
     def _is_full(self) -> bool:
@@ -286,6 +287,14 @@ class ImagePreparer:
         for message in sample.prompt:
             images = tuple(self._final_ref(image.digest) for image in message.images)
             messages.append(replace(message, images=images))
+
+        assert self._layout is not None
+        sample_ids = sum(
+            self._layout.run_length(image.height, image.width)
+            for message in messages
+            for image in message.images
+        )
+        self._sample_ids = max(self._sample_ids, sample_ids)
         return replace(sample, prompt=tuple(messages))
 
     def _final_ref(self, provisional_digest: str) -> ImageRef:

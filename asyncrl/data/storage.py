@@ -34,10 +34,12 @@ class Footer(msgspec.Struct, frozen=True):
 
 
 class ImageFooter(msgspec.Struct, frozen=True):
-    """Ends a file of images: the digest and the number of bytes of each image, in the file's order."""
+    """Ends a file of images: the digest and the number of bytes of each image, in the file's order.
+    `sample_ids`: the most ids that the images of a sample have together."""
 
     digests: list[str]
     sizes: list[int]
+    sample_ids: int = 0
 
 
 class MappedFile:
@@ -128,11 +130,13 @@ class Samples(MappedFile, Sequence[Sample]):
 
 
 class StoredImages(MappedFile):
-    """Reads the prepared images of a file by digest. Raises ValueError if the file is malformed."""
+    """Reads the prepared images of a file by digest. `sample_ids`: see `ImageFooter`. Raises ValueError if
+    the file is malformed."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
         footer = msgspec.msgpack.decode(self._footer_frame, type=ImageFooter)
+        self.sample_ids = footer.sample_ids
         ends = list(accumulate(footer.sizes))
         if sum(footer.sizes) != self._footer_offset:
             raise ValueError("the sizes of the images are not those of the file")
@@ -169,9 +173,9 @@ class ImageWriter:
         self._sizes[digest] = len(image_file)
         return True
 
-    def finish(self) -> StoredImages:
-        """Finish the file, and return its images."""
-        _write_footer(self._file, ImageFooter([*self._sizes], [*self._sizes.values()]))
+    def finish(self, sample_ids: int) -> StoredImages:
+        """Finish the file, and return its images. `sample_ids`: see `ImageFooter`."""
+        _write_footer(self._file, ImageFooter([*self._sizes], [*self._sizes.values()], sample_ids))
         return StoredImages(self._file)
 
 
@@ -191,6 +195,13 @@ def open_images(run_dir: Path, split: str) -> StoredImages | None:
     if the file cannot be read."""
     path = images_path(run_dir, split)
     return StoredImages.open(path) if path.exists() else None
+
+
+def stored_sample_image_ids(run_dir: Path) -> int:
+    """Return the most ids of images in a sample for training, as the launcher has saved them; 0 without
+    images."""
+    images = open_images(run_dir, "train")
+    return images.sample_ids if images is not None else 0
 
 
 def check_same_data(samples: Samples, recorded_fingerprint: str, changed_by: str = "") -> None:

@@ -121,11 +121,12 @@ def check_engine_memory(config: RunConfig, has_gpu: bool | None, slot: SlotMemor
     return text
 
 
-def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
-    """Yield lines of the plan, and a warning if the largest micro-batch does not fit."""
+def describe_memory(config: RunConfig, has_gpu: bool | None, sequence_image_ids: int = 0) -> Iterator[Note]:
+    """Yield lines of the plan, and a warning if the largest micro-batch does not fit. `sequence_image_ids`:
+    the most ids of images in a sequence."""
     with recorded() as failure:
-        config, recomputation_notes = _with_chosen_recomputation(config, has_gpu)
-        rank_footprint = footprint(config)
+        config, recomputation_notes = _with_chosen_recomputation(config, has_gpu, sequence_image_ids)
+        rank_footprint = footprint(config, sequence_image_ids)
     if failure:
         yield warning(f"cannot estimate a trainer rank's memory: {failure.line}")
         return
@@ -143,7 +144,8 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
     parts_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in part_bytes.items())
     micro_batch_text = (
         f"a micro-batch of {rank_footprint.rows} x {rank_footprint.length} tokens "
-        f"{format_bytes(rank_footprint.work)}"
+        + (f"({sequence_image_ids} of images) " if sequence_image_ids else "")
+        + format_bytes(rank_footprint.work)
     )
 
     yield ok(
@@ -179,7 +181,9 @@ def describe_memory(config: RunConfig, has_gpu: bool | None) -> Iterator[Note]:
         )
 
 
-def _with_chosen_recomputation(config: RunConfig, has_gpu: bool | None) -> tuple[RunConfig, list[Note]]:
+def _with_chosen_recomputation(
+    config: RunConfig, has_gpu: bool | None, sequence_image_ids: int
+) -> tuple[RunConfig, list[Note]]:
     """Replace `auto` of trainer.activation_checkpointing by its meaning on these GPUs, and return a note
     about the choice; without GPUs or `auto` return the configuration unchanged."""
     if config.trainer.activation_checkpointing != "auto" or not has_gpu or config.model.device == "cpu":
@@ -191,7 +195,8 @@ def _with_chosen_recomputation(config: RunConfig, has_gpu: bool | None) -> tuple
     rank_gpus = range(min(config.trainer.ranks, gpu_count))
     memory_by_gpu = {index: get_device_properties(index).total_memory for index in rank_gpus}
     least_by_gpu = {
-        index: least_recomputation(config, size, index, gpu_count) for index, size in memory_by_gpu.items()
+        index: least_recomputation(config, size, index, gpu_count, sequence_image_ids)
+        for index, size in memory_by_gpu.items()
     }
     # All ranks recompute as much as the tightest rank needs.
     tightest_gpu = max(least_by_gpu, key=lambda index: RECOMPUTED_EVERY.index(least_by_gpu[index]))
@@ -199,7 +204,7 @@ def _with_chosen_recomputation(config: RunConfig, has_gpu: bool | None) -> tuple
 
     usable_bytes = usable_memory(config, memory_by_gpu[tightest_gpu], tightest_gpu, gpu_count)
     text = f"recomputation {described_recomputation(least_by_gpu[tightest_gpu])} in the backward pass"
-    if (held_bytes := gpu_tensor_bytes(config)) > usable_bytes:
+    if (held_bytes := gpu_tensor_bytes(config, sequence_image_ids)) > usable_bytes:
         cure = f"a smaller trainer.micro_batch_tokens, {memory_advice(least_by_gpu[tightest_gpu])}"
         return config, [
             warning(

@@ -3,8 +3,9 @@ configuration, and chooses from the estimate how many layers are recomputed. No 
 
     static   weights, gradients and optimizer state of the rank's shards; frozen weights in model.dtype, the
              rest in float32
-    work     what the layers keep of a micro-batch for the backward, and the largest that comes on top:
-             logits, gathered layers with their gradients, or the gradients of the embedding
+    work     what the layers keep of a micro-batch for the backward, with the pixels of its images and what a
+             trained vision tower keeps, and the largest that comes on top: logits, gathered layers with their
+             gradients, or the gradients of the embedding
 
 tests/fakes/traced.py runs the trainer's own code on tensors without memory. Tests compare the two, and the
 GPU kit prints the estimate beside a GPU's allocations.
@@ -24,7 +25,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from asyncrl.config import RunConfig, TrainerConfig, leaves
-from asyncrl.weights.checkpoint_match import trained_shapes
+from asyncrl.vision.layout import read_image_layout
+from asyncrl.weights.checkpoint_match import frozen_shapes, trained_shapes
 from asyncrl.weights.model_files import DTYPE_BYTES, read_json
 from asyncrl.weights.trained_tensors import adapter_count, frozen_counts
 
@@ -35,6 +37,10 @@ LOGIT_BYTES = 16  # bytes: logits, their softmax, and the gradients of both, in 
 DIVERGENCE_BYTES = 36  # bytes: the same, and a divergence's intermediate results for both models
 FEATURE_BYTES = 11  # bytes for each number of the hidden states that the output layer reads
 SCORE_BYTES = {2: 8, 4: 12}  # bytes for each attention score that is kept, by those of a number
+PIXEL_BYTES = 4  # bytes of a value of a pixel
+# Numbers per patch that a block of a trained vision tower keeps beside the inputs and outputs of its
+# matrices, as a multiple of the width, rounded up: measured with Qwen2-VL, Qwen2.5-VL, Qwen3-VL and GLM-4V.
+VISION_BLOCK_WIDTHS = 12
 RECOMPUTED_EVERY = (0, 8, 4, 3, 2, 1)  # values of `auto`: recompute every k-th layer; 0: none
 USABLE_FRACTION = 0.9  # fraction of a GPU's memory; the rest is for workspaces and the allocator
 _LAYER_WEIGHT = re.compile(r"(.*?)\.(\d+)\.(.*)")
@@ -44,6 +50,7 @@ _ATTENTION_OUTPUT_WEIGHT = re.compile(r"o_proj|out_proj|dense\b|attn\.c_proj")
 # Reads an activation.
 _DOWN_PROJECTION = re.compile(r"down_proj|w2\b|fc2|dense_4h_to_h|output_linear|mlp\.c_proj")
 
+_MERGER_WEIGHT = re.compile(r"merger|downsample")  # of a tower: reads merged patches
 _OUTPUT_LAYER = re.compile(r"lm_head|embed_out|output\.")
 
 Shapes = dict[str, tuple[int, ...]]  # by name of the weight
@@ -117,19 +124,23 @@ class WorkBytes(NamedTuple):
     embedding_gradients: int
 
 
-def footprint(config: RunConfig) -> Footprint:
-    """Return the bytes on one rank, with a critic, a reference model, and the largest micro-batch.
+def footprint(config: RunConfig, sequence_image_ids: int = 0) -> Footprint:
+    """Return the bytes on one rank, with a critic, a reference model, and the largest micro-batch, whose
+    sequences have so many ids of images each.
 
     The estimate is within 15% of the count by tests/fakes/traced.py for 15 families of models, or at most 25%
     above it, for Gemma 2 and GPT-NeoX (tests/unit/trainer/test_footprint.py).
     """
     sequence_count = config.largest_rows(config.trainer.micro_batch_tokens)
-    return Footprint(*static_bytes(config), work_bytes(config), sequence_count, config.rollout.max_tokens)
+    work = work_bytes(config, sequence_image_ids)
+    return Footprint(*static_bytes(config), work, sequence_count, config.rollout.max_tokens)
 
 
-def work_bytes(config: RunConfig, sizes_of: Callable[[str], ModelSizes] = ModelSizes) -> int:
-    """Return the most bytes that a micro-batch takes. `sizes_of`: returns the sizes of the model at a path;
-    reading takes a second where there are many experts."""
+def work_bytes(
+    config: RunConfig, sequence_image_ids: int = 0, sizes_of: Callable[[str], ModelSizes] = ModelSizes
+) -> int:
+    """Return the most bytes that a micro-batch takes. `sequence_image_ids`: see `footprint`. `sizes_of`:
+    returns the sizes of the model at a path; reading takes a second where there are many experts."""
     policy_work = _work_bytes(config, sizes_of(config.model.path), bool(config.adapters))
     largest_work = max(
         policy_work.activations + max(policy_work.logits, policy_work.layer), policy_work.embedding_gradients
@@ -143,7 +154,47 @@ def work_bytes(config: RunConfig, sizes_of: Callable[[str], ModelSizes] = ModelS
             policy_work.activations + critic_work.embedding_gradients,
         )
 
-    return largest_work
+    if not (sequence_image_ids or config.model.train_vision):
+        return largest_work
+    # The tower is gathered as a whole: before the layers of the text part run, and for its own backward, when
+    # the activations of the text part are gone.
+    number_bytes = DTYPE_BYTES[config.model.dtype]
+    gathered_bytes = 2 * number_bytes + MASTER_BYTES if config.model.train_vision else number_bytes
+    tower_bytes = _frozen_numbers(config.model.path) * gathered_bytes
+    sequence_count = config.largest_rows(config.trainer.micro_batch_tokens)
+    return max(largest_work, tower_bytes) + image_bytes(config, sequence_count * sequence_image_ids)
+
+
+def image_bytes(config: RunConfig, image_ids: int) -> int:
+    """Return the bytes that images of so many ids take for the whole of a micro-batch: their pixels, and what
+    a trained tower keeps of them for the backward. A frozen tower keeps nothing."""
+    if not image_ids:
+        return 0
+    layout = read_image_layout(config.model.path)
+    patch_values = 3 * layout.temporal_patch_size * layout.patch_size**2
+    patches = image_ids * layout.merge_size**2
+    pixel_bytes = patches * patch_values * PIXEL_BYTES
+    if not config.model.train_vision:
+        return pixel_bytes
+
+    patch_numbers = 0
+    merged_numbers = 0  # of a merged patch
+    for part in frozen_shapes(config.model.path).values():
+        for name, shape in part.items():
+            if len(shape) == 2 and "embed" not in name:
+                output_width, input_width = shape
+                numbers = output_width + input_width * (1 + bool(_DOWN_PROJECTION.search(name)))
+                if _MERGER_WEIGHT.search(name):
+                    merged_numbers += numbers
+                else:
+                    patch_numbers += numbers
+                if name.endswith("qkv.weight"):  # once per block
+                    patch_numbers += VISION_BLOCK_WIDTHS * input_width
+
+    number_bytes = DTYPE_BYTES[config.model.dtype]
+    if number_bytes != PIXEL_BYTES:
+        patch_numbers += patch_values  # a copy of the pixels in the tower's dtype
+    return pixel_bytes + (patches * patch_numbers + image_ids * merged_numbers) * number_bytes
 
 
 def static_bytes(config: RunConfig) -> tuple[int, int, int]:
@@ -319,15 +370,19 @@ def with_recomputation(config: RunConfig, every: int) -> RunConfig:
     return msgspec.structs.replace(config, trainer=trainer)
 
 
-def least_recomputation(config: RunConfig, memory: int, gpu: int, gpus: int) -> int:
+def least_recomputation(
+    config: RunConfig, memory: int, gpu: int, gpus: int, sequence_image_ids: int = 0
+) -> int:
     """Return the least recomputation with which a rank fits into its GPU of `memory` bytes, number `gpu` of
     the `gpus` that this process sees: k of every k-th layer, 0 for none; 1, all layers, if nothing less fits.
-    Servers that share the GPU keep their part. ValueError where config.json lacks the model's sizes."""
+    Servers that share the GPU keep their part. `sequence_image_ids`: see `footprint`. ValueError where
+    config.json lacks the model's sizes."""
     static = 0 if config.trainer.offload_optimizer else sum(static_bytes(config))
     usable = usable_memory(config, memory, gpu, gpus)
     sizes_of = cache(ModelSizes)
     for every in RECOMPUTED_EVERY:
-        if static + work_bytes(with_recomputation(config, every), sizes_of) <= usable:
+        work = work_bytes(with_recomputation(config, every), sequence_image_ids, sizes_of)
+        if static + work <= usable:
             return every
     return 1
 
@@ -339,7 +394,7 @@ def usable_memory(config: RunConfig, memory: int, gpu: int, gpus: int) -> int:
     return int(memory * (1.0 - server_memory_fraction(config, gpu, gpus)) * USABLE_FRACTION)
 
 
-def gpu_tensor_bytes(config: RunConfig) -> int:
+def gpu_tensor_bytes(config: RunConfig, sequence_image_ids: int = 0) -> int:
     """Return the bytes of a rank's tensors on its GPU, by the estimate."""
-    estimate = footprint(config)
+    estimate = footprint(config, sequence_image_ids)
     return estimate.work if config.trainer.offload_optimizer else estimate.total

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import compose
 from asyncrl.buffer.packing import Piece, micro_batches
 from asyncrl.config import RunConfig, described_recomputation
+from asyncrl.data.storage import stored_sample_image_ids
 from asyncrl.errors import recorded
 from asyncrl.runtime.liveness import silence_limit
 from asyncrl.trainer import report
@@ -164,8 +166,13 @@ class Learner:
 
         device_memory = torch.cuda.get_device_properties(device).total_memory
         with recorded() as failure:
+            run_directory = Path(self.config.run_dir) / self.config.name
             least_every = least_recomputation(
-                self.config, device_memory, device.index or 0, torch.cuda.device_count()
+                self.config,
+                device_memory,
+                device.index or 0,
+                torch.cuda.device_count(),
+                min(stored_sample_image_ids(run_directory), self.config.rollout.max_tokens),
             )
 
         if failure:

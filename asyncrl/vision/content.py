@@ -21,6 +21,7 @@ IMAGE_NOTE = "[image]"  # what people, and models that read text only, read in t
 MAX_IMAGES = 16  # of a reply or a message
 MAX_DECODERS = 2  # images that a process decodes at a time, as each may take much memory
 DECODER_SECONDS = 120.0  # limit for the wait for other images
+BASE64_STEP = 1 << 20  # characters that are decoded at a time, as decoding holds Python's lock; 4 are 3 bytes
 MAX_CONTENT_BYTES = 32 << 20  # stored files of a reply or a message, so that a record holds several
 
 
@@ -41,7 +42,10 @@ class ImageFile:
         if len(self.file) > MAX_FILE_BYTES // 3 * 4 + 4:
             raise ImageError(f"the image file has more than {MAX_FILE_BYTES:,} bytes; scale it down")
         try:
-            return base64.b64decode(self.file, validate=True)
+            return b"".join(
+                base64.b64decode(self.file[start : start + BASE64_STEP], validate=True)
+                for start in range(0, len(self.file), BASE64_STEP)
+            )
         except ValueError as error:
             raise ImageError(f"the image is not valid base64 ({error})") from None
 

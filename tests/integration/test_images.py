@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import random
+import shutil
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from asyncrl.data.rows import write_rows
 from asyncrl.data.run_images import RunImages
 from asyncrl.store.reader import IMAGE_KIND, RunReader
 from asyncrl.store.segments import RECORD_HEADER
 from asyncrl.vision.files import image_digest
 from tests.integration.runs import Run, once
+from tools import make_geometry
 from tools.prepare_pictures import write_example
 
 TURNS = 3
@@ -96,6 +101,36 @@ def test_a_run_trains_on_images(example: Path, tmp_path: Path) -> None:
     once(run.path, 4)
     assert_images_are_stored(run)
     assert_same_logprobs(run)
+
+
+def test_a_run_trains_on_rows_in_the_layout_of_verls_geo3k(example: Path, tmp_path: Path) -> None:
+    """Figures in the column `images`, `<image>` in the prompt, and verl's reward for this data."""
+    model = shutil.copytree(example / "model", tmp_path / "model")
+    processor_path = model / "preprocessor_config.json"
+    processor = json.loads(processor_path.read_text())  # the example's pictures are all squares
+    processor["size"] = {"shortest_edge": 32 * 32, "longest_edge": 64 * 64}
+    processor_path.write_text(json.dumps(processor))
+    for split, count in (("train", 8), ("test", 4)):
+        write_rows(tmp_path / f"{split}.parquet", make_geometry.rows(random.Random(0), split, count))
+    geometry_keys = [
+        f"model.path={model}",
+        "model.dtype=float32",
+        f"data.train={tmp_path}/train.parquet",
+        f"data.test={tmp_path}/test.parquet",
+        "rollout.tools=[]",
+        "rollout.max_new_tokens=4",
+        "rollout.max_tokens=512",
+        f"rollout.reward={make_geometry.REWARD}",
+        "buffer.filter_zero_variance=false",  # the random model's rewards are all 0
+        "validation.samples=4",
+        "validation.every=2",
+        "total_steps=2",
+    ]
+    with Run(tmp_path, *geometry_keys) as run:
+        run.completed(2)
+    assert_same_logprobs(run)
+    validations = [row for row in run.rows() if "val-core/drawn/geometry3k/sampled/success" in row]
+    assert [row["training/step"] for row in validations] == [0, 2]
 
 
 @pytest.mark.full

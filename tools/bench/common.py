@@ -1,17 +1,18 @@
-"""Shared by the benchmarks and the chaos tools: running `asyncrl train`, statistics, tables.
+"""Shared by the benchmarks and the chaos tools: running `asyncrl train`, delays of loops, statistics, tables.
 
 The import puts the repository on the path: tools use the fakes of the tests (`tests.fakes`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from asyncrl.observe.files import read_rows as rows
 from asyncrl.observe.files import read_summary as summary
 from asyncrl.observe.metrics import ASKED
 
-__all__ = ["ROOT", "questions", "rows", "start", "summary", "table", "train", "wilson"]
+__all__ = ["ROOT", "loop_delays", "questions", "rows", "start", "summary", "table", "train", "wilson"]
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+TICK = 0.001  # seconds between two wake-ups that `loop_delays` times
 
 
 def start(
@@ -73,6 +75,25 @@ def train(
         print(f"{name} ended with {code}:", *tail, sep="\n  ", file=sys.stderr)
 
     return result
+
+
+@asynccontextmanager
+async def loop_delays(delays_ms: list[float] | None = None) -> AsyncIterator[list[float]]:
+    """Note by how many milliseconds the loop is late while the body runs, in a list that may be given."""
+    if delays_ms is None:
+        delays_ms = []
+
+    async def tick() -> None:
+        while True:
+            since = time.perf_counter()
+            await asyncio.sleep(TICK)
+            delays_ms.append(1e3 * (time.perf_counter() - since - TICK))
+
+    ticking = asyncio.create_task(tick())
+    try:
+        yield delays_ms
+    finally:
+        ticking.cancel()
 
 
 def questions(folder: Path) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 import torch
+from common import loop_delays
 
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.torch.engine import TorchEngine
@@ -29,27 +30,16 @@ from asyncrl.vision.layout import ImageLayout, read_image_layout
 from tests.fakes.tiny_families import FAMILIES, QWEN_PREPROCESSOR, random_model
 
 FAMILY = "qwen3_vl"
-TICK = 1e-3  # seconds
 NEW_TOKENS = 32
 
 
-async def tick(delays: list[float]) -> None:
-    """Append how late each tick is, in seconds, until the task is cancelled."""
-    while True:
-        start = time.perf_counter()
-        await asyncio.sleep(TICK)
-        delays.append(time.perf_counter() - start - TICK)
-
-
 async def measure(engine: TorchEngine, requests: list[Request], label: str) -> None:
-    delays: list[float] = []
-    ticker = asyncio.create_task(tick(delays))
     start = time.perf_counter()
-    await asyncio.gather(*map(engine.generate, requests))
+    async with loop_delays() as delays_ms:
+        await asyncio.gather(*map(engine.generate, requests))
     seconds = time.perf_counter() - start
-    ticker.cancel()
 
-    middle, p99, worst = np.quantile(np.array(delays) * 1e3, [0.5, 0.99, 1.0])
+    middle, p99, worst = np.quantile(delays_ms, [0.5, 0.99, 1.0])
     print(f"{label:6} {seconds:6.2f} s, delays: p50 {middle:.2f} ms, p99 {p99:.2f} ms, worst {worst:.2f} ms")
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import ROOT, table
+from common import ROOT, loop_delays, table
 from gateway_client import PATHS, SAID, STOP
 
 from asyncrl.config import RolloutConfig
@@ -54,7 +54,6 @@ TURNS = 9  # turns of a conversation; the first one continues no row
 CALL = '<tool_call>\n{"name": "bash", "arguments": {}}\n</tool_call>'
 SIZES = {"short": (1, 60), "long": (40, 19_500)}  # messages and words at the beginning
 FIRST = (1, 19_000)
-TICK = 0.001
 SEEDS = itertools.count()  # no text comes twice: what is tokenised is kept
 CLIENT = Path(__file__).with_name("gateway_client.py")
 
@@ -170,24 +169,6 @@ def conversation(dialect: str, messages: int, words: int, turns: int, stream: bo
                 raise RuntimeError("the client has failed")
 
     return agent
-
-
-@asynccontextmanager
-async def loop_delays() -> AsyncIterator[list[float]]:
-    """Notes by how many milliseconds the loop is late while the body runs."""
-    delays_ms: list[float] = []
-
-    async def tick() -> None:
-        while True:
-            since = time.perf_counter()
-            await asyncio.sleep(TICK)
-            delays_ms.append(1e3 * (time.perf_counter() - since - TICK))
-
-    ticking = asyncio.create_task(tick())
-    try:
-        yield delays_ms
-    finally:
-        ticking.cancel()
 
 
 @asynccontextmanager

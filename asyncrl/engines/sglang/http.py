@@ -185,9 +185,7 @@ class ServerApi(HttpTransport):
         """Return log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has no
         log-prob. A new salt keeps the server from using KV that other weights left in the cache. `adapter`:
         the name of the adapter to use. `prompt`: as in `read`."""
-        meta_info = await self.read(
-            ids, seconds, 0, salt=uuid.uuid4().hex, adapter=adapter, prompt=prompt
-        )
+        meta_info = await self.read(ids, seconds, 0, salt=uuid.uuid4().hex, adapter=adapter, prompt=prompt)
         return tuple(
             math.nan if entry.logprob is None else entry.logprob
             for entry in meta_info.input_token_logprobs[1:]

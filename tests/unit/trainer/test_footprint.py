@@ -3,19 +3,26 @@ live tensors of a real micro-batch."""
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import PIL.Image
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from asyncrl.config import RunConfig
 from asyncrl.trainer.footprint import Footprint, footprint
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, Generation, StopReason, Turn, VersionSpan
+from asyncrl.vision.files import prepare_decoded
+from asyncrl.vision.image_ids import image_ids
+from asyncrl.vision.layout import read_image_layout
 from tests.fakes.forked import FORKED
 from tests.fakes.models import save_small
 from tests.fakes.ranks import run_ranks
@@ -231,3 +238,79 @@ def test_many_layers_that_are_alike_are_estimated_from_few(tmp_path: Path, keys:
     with FORKED.Pool(1) as pool:
         few, whole, models = pool.apply(both, (tiny_config(path, **keys),))
     assert few == whole and models == 2
+
+
+IMAGE_SIDE = 256  # pixels of a square image, which has 64 ids
+TEXT_SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 2000}
+TOWER_SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "depth": 4,
+    "num_heads": 2,
+    "out_hidden_size": 128,
+}
+
+
+@pytest.fixture(scope="module")
+def image_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small Qwen3-VL whose tower keeps about as much of an image as the text part does."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    text = TEXT_SIZES | HEADS | {"head_dim": 32, "rope_parameters": rope, "tie_word_embeddings": True}
+    tower = TOWER_SIZES | {"deepstack_visual_indexes": [1], "num_position_embeddings": 256}
+    ids = {"image_token_id": 1999, "video_token_id": 1998, "vision_start_token_id": 1997}
+    config = AutoConfig.for_model(
+        "qwen3_vl", text_config=text, vision_config=tower, tie_word_embeddings=True, **ids
+    )
+    directory = tmp_path_factory.mktemp("image_model")
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 16,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 64 * 64, "longest_edge": IMAGE_SIDE**2},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    return str(directory)
+
+
+@pytest.mark.parametrize("train_vision", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_images_and_a_trained_tower_are_in_the_estimate(
+    world: World, image_model: str, train_vision: bool
+) -> None:
+    config = tiny_config(
+        image_model,
+        model={"dtype": "float32", "train_vision": train_vision},
+        rollout={"max_tokens": LENGTH, "max_new_tokens": LENGTH // 2},
+        trainer={"micro_batch_tokens": ROWS * LENGTH},
+    )
+    layout = read_image_layout(image_model)
+    files: dict[str, bytes] = {}
+    image_episodes: list[Episode] = []
+    for index in range(ROWS):
+        noise = np.random.default_rng(index).integers(0, 256, (IMAGE_SIDE, IMAGE_SIDE, 3), dtype=np.uint8)
+        image = prepare_decoded(PIL.Image.fromarray(noise), layout)
+        files[image.ref.digest] = image.file
+        ids = image_ids(image.ref.digest, layout.run_length(IMAGE_SIDE, IMAGE_SIDE))
+        count = LENGTH - 1 - len(ids)
+        spans = (VersionSpan(0, count, 0, 0),)
+        generation = Generation((index,) * count, (-5.0,) * count, spans, StopReason.STOP)
+        turns = [Turn(0, (index, *ids), generation)]
+        results = tuple(EpisodeResult(float(i % 2), count, (float(i % 2),)) for i in range(ROWS))
+        image_episodes.append((make_row(f"g/{index}", "g", results, index, turns, 1.0), turns))
+
+    with mock.patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0), LiveBytes() as live:
+        learner = Learner(config, world)
+        learner.image_pixels.add_files(files)
+        for _ in range(2):
+            live.peak = live.now
+            learner.accumulate(image_episodes)
+
+    with mock.patch("asyncrl.trainer.footprint.LAYER_MIN_PARAMETERS", 0):
+        estimate = footprint(config, len(ids))
+        without_images = footprint(config)
+    assert estimate.static == pytest.approx(live.now, rel=0.15)
+    assert 0.85 < estimate.total / live.peak < 1.25, (estimate, live.peak)
+    assert without_images.total < 0.85 * live.peak

@@ -118,7 +118,7 @@ def test_ranks_on_gpus_compute_as_much_again_as_the_one_that_needs_most(
     world = SimpleNamespace(device=torch.device("cuda", 1), gather=lambda own, kind: [own, *gathered])
     rank: Any = SimpleNamespace(config=tiny_config(model), world=world)
     assert Learner._choose_recomputation(rank).every == every
-    least.assert_called_once_with(rank.config, 80 * 2**30, 1, 2)
+    least.assert_called_once_with(rank.config, 80 * 2**30, 1, 2, 0)
 
 
 @pytest.mark.parametrize(("given", "share"), [("none", 0.0), ("full", 1.0), (2, 0.5)])

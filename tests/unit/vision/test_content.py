@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from asyncrl.types import IMAGE_MARK
 from asyncrl.vision import content as contents
-from asyncrl.vision.content import ImageFile, has_image_parts, read_content
+from asyncrl.vision.content import BASE64_STEP, ImageFile, has_image_parts, read_content
 from asyncrl.vision.files import ImageError, StoredImage, image_digest, prepare_decoded
 from asyncrl.vision.layout import ImageLayout
 from tests.fakes.chat import IMAGE_LAYOUT
@@ -52,6 +53,15 @@ def test_texts_and_images_follow_each_other(
 def test_a_model_of_text_reads_a_note() -> None:
     content = read_content(["a ", RED, ImageFile(b"damaged")], layout=None)
     assert (content.text, content.images) == ("a [image][image]", ())
+
+
+def test_long_base64_is_decoded_in_steps() -> None:
+    file = random.Random(0).randbytes(BASE64_STEP)
+    encoded_file = base64.b64encode(file).decode()
+    assert len(encoded_file) > BASE64_STEP
+    assert ImageFile(encoded_file).read_bytes() == file
+    with pytest.raises(ImageError, match="not valid base64"):
+        ImageFile(f"{encoded_file[:-8]}!{encoded_file[-7:]}").read_bytes()
 
 
 def test_a_file_that_fits_is_kept_as_it_is_also_from_base64() -> None:

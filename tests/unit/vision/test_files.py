@@ -109,6 +109,16 @@ def test_transparent_pixels_are_white() -> None:
     assert np.array_equal(decoded(prepared.file)[24:], pixels[24:, :, :3])
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_half_transparent_pixels_are_mixed_with_white(mode: str) -> None:
+    pixels = noise(48, 64, 4)
+    image = PIL.Image.fromarray(pixels, "RGBA").convert(mode)
+    opacity = pixels[..., 3:] / 255
+    colours = np.asarray(image.convert("RGBA"))[..., :3]
+    mixed = decoded(prepare_image(encoded(image), LAYOUT).file)
+    assert np.abs(mixed - (colours * opacity + 255 * (1 - opacity))).max() <= 0.6
+
+
 def test_a_decoded_image_gives_the_same_file() -> None:
     image = PIL.Image.fromarray(noise(100, 70))
     prepared = prepare_decoded(image, LAYOUT)
