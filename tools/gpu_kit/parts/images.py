@@ -59,7 +59,10 @@ INFLUENCE = 10 * EXACT  # nats, at least, by which log-probs change with the pic
 PAIRS = 8  # of rows in a step
 STEPS = 3
 
-TEXT = {
+Sizes = dict[str, Any]
+Ids = tuple[int, ...]
+
+TEXT: Sizes = {
     "vocab_size": 151_936,
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -76,7 +79,7 @@ TEXT = {
     },
     "tie_word_embeddings": True,
 }
-VISION = {
+VISION: Sizes = {
     "depth": 24,
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -93,7 +96,7 @@ SMALL_TEXT = TEXT | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "rope_parameters": TEXT["rope_parameters"] | {"mrope_section": [4, 2, 2]},  # type: ignore[operator]
+    "rope_parameters": TEXT["rope_parameters"] | {"mrope_section": [4, 2, 2]},
     "initializer_range": 0.1,
 }
 SMALL_VISION = VISION | {
@@ -114,8 +117,6 @@ PROCESSOR = {
     "image_mean": [0.5] * 3,
     "image_std": [0.5] * 3,
 }
-
-Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def run(context: Context) -> Iterator[Finding]:
 def write_model(context: Context) -> Case:
     text = SMALL_TEXT if context.small else TEXT
     special_ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    first_special_id = int(text["vocab_size"]) - len(special_ids)  # type: ignore[call-overload]
+    first_special_id = text["vocab_size"] - len(special_ids)
     config = AutoConfig.for_model(
         "qwen3_vl",
         text_config=text,
@@ -334,24 +335,24 @@ def compare(
     with torch.no_grad():
         expected = torch.cat([plain_logprobs(rounded, case, row, pictures) for row in rows]).cpu()
         exact_logprobs = torch.cat([plain_logprobs(exact, case, row, pictures) for row in rows]).cpu()
-        # Or the comparison would say nothing of images.
+        # If the picture did not matter, the comparison would say nothing of images.
         third = rows[2]
         start, end, _ = find_runs(third.ids)[0]
         changed_ids = np.concatenate([third.ids[:start], case.ids_of(pictures[0]), third.ids[end:]])
         changed = Row(changed_ids, third.sampled, third.logprobs)
-        influence = plain_logprobs(exact, case, third, pictures) - plain_logprobs(
-            exact, case, changed, pictures
-        )
+        read_logprobs = plain_logprobs(exact, case, third, pictures)
+        influence = float((read_logprobs - plain_logprobs(exact, case, changed, pictures)).abs().max())
 
     gap = (torch.cat([row.logprobs for row in rows]) - expected).abs()
     floor = (expected - exact_logprobs).abs()
-    goals = [EXACT, EXACT] if dtype == "float32" else [FLOORS * floor.max(), FLOORS * floor.mean()]
-    fine = gap.max() <= goals[0] and gap.mean() <= goals[1] and influence >= INFLUENCE
+    largest_goal = EXACT if dtype == "float32" else FLOORS * float(floor.max())
+    mean_goal = EXACT if dtype == "float32" else FLOORS * float(floor.mean())
+    meets_goals = float(gap.max()) <= largest_goal and float(gap.mean()) <= mean_goal
     return Finding(
         f"engine, {dtype}: log-probs",
         f"largest {gap.max():.1e}, mean {gap.mean():.1e}",
-        f"largest ≤ {goals[0]:.1e}, mean ≤ {goals[1]:.1e}",
-        bool(gap.isfinite().all() and fine),
+        f"largest ≤ {largest_goal:.1e}, mean ≤ {mean_goal:.1e}",
+        meets_goals and influence >= INFLUENCE,
         f"{len(gap)} tokens of {len(rows)} sessions, log-probs from {expected.min():.1f} to "
         f"{expected.max():.2f}; another picture changes them by up to {influence:.1e}",
     )
@@ -457,7 +458,8 @@ def steps(context: Context, world: World, case: Case) -> Iterator[Finding]:
 
     stored = [case.picture(seed) for seed in range(PAIRS)]
     files = {picture.ref.digest: picture.file for picture in stored}
-    for kind, pictures in (("pictures", stored), ("text alone", [])):
+    pictures_by_kind: dict[str, list[StoredImage]] = {"pictures": stored, "text alone": []}
+    for kind, pictures in pictures_by_kind.items():
         if not context.small:
             torch.cuda.reset_peak_memory_stats()
         durations: list[float] = []
