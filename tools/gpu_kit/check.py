@@ -32,7 +32,7 @@ from parts.common import Context, Finding, append, failure
 
 HERE = Path(__file__).resolve().parent
 # In the order of their value: the last ones may find no time left.
-ORDER = ["devices", "engine", "packing", "mfu", "server", "end_to_end", "tests"]
+ORDER = ["devices", "engine", "packing", "mfu", "server", "end_to_end", "images", "tests"]
 SMALL_SECONDS = 120.0
 LEAST_S = 8.0  # a part that would get less is not started
 POLL_S = 0.1

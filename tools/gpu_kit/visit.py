@@ -122,6 +122,7 @@ CALLS = {
             Step("asynchronous", EXCLUSIVE, "parts.end_to_end:visit_asynchronous", 150.0, least=75.0),
             Step("synchronous", EXCLUSIVE, "parts.end_to_end:visit_synchronous", 90.0, least=75.0),
             Step("shifts", EXCLUSIVE, "parts.end_to_end:visit_shifts", 90.0, least=75.0, optional=True),
+            Step("images", EXCLUSIVE, "parts.images:run", 110.0, least=40.0, optional=True),
         ),
     ),
 }

@@ -99,25 +99,33 @@ class Context:
         """A directory with a model of that configuration, random weights, and the demo's tokenizer. It is
         written once for all parts. `spread`: standard deviation of its logits; by itself it is below 1, and
         log-probs would be almost flat."""
-        import torch
-        from transformers import AutoModelForCausalLM
-
         changes = "".join(f"-{key}={value}" for key, value in sorted(config_fields.items()))
         model_directory = self.work.parent / "models" / f"{name}-{dtype}-{spread:g}{changes}"
         if model_directory.exists():
             return model_directory
-        config = self.model_config(name, **config_fields)
-        torch.manual_seed(0)
-        with self.device:
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-        with torch.no_grad():
-            model.model.norm.weight.fill_(spread / (config.initializer_range * config.hidden_size**0.5))
         written = model_directory.with_name(f"{model_directory.name}.{os.getpid()}")
-        model.save_pretrained(written)
+        self.write_random_model(self.model_config(name, **config_fields), written, dtype=dtype, spread=spread)
         for file in (self.kit / "examples/multiturn/calculator/model").glob("tokenizer*.json"):
             shutil.copy(file, written)
         written.rename(model_directory)
         return model_directory
+
+    def write_random_model(
+        self, config: Any, directory: Path, *, dtype: str = "bfloat16", spread: float = 2.5
+    ) -> None:
+        """Write a model of this configuration with random weights, see `random_model`."""
+        import torch
+
+        from asyncrl.model_class import auto_class_of
+
+        torch.manual_seed(0)
+        with self.device:
+            model = auto_class_of(config).from_config(config, dtype=getattr(torch, dtype))
+        text_config = config.get_text_config()
+        norm_weight = spread / (text_config.initializer_range * text_config.hidden_size**0.5)
+        with torch.no_grad():
+            model.get_decoder().norm.weight.fill_(norm_weight)
+        model.save_pretrained(directory)
 
 
 class Timing(NamedTuple):
@@ -173,6 +181,22 @@ def attempt(name: str, measure: Callable[[], Finding], context: Context) -> Iter
         release(context)
 
 
+def stage(
+    name: str, seconds: float, findings: Callable[[], Iterable[Finding]], context: Context
+) -> Iterator[Finding]:
+    """Yield what a stage of a part finds, or its exception; afterwards no memory is held. On a GPU a stage
+    with fewer than `seconds` left is left out."""
+    if not context.small and context.left() < seconds:
+        yield Finding(name, f"left out: {context.left():.0f} s are left, of {seconds:.0f} s that it needs")
+        return
+    try:
+        yield from findings()
+    except Exception as error:
+        yield failure(name, error)
+    finally:
+        release(context)
+
+
 def memory(name: str, allocated: float, estimated: float, context: Context) -> Finding:
     """Compare bytes that torch has allocated at most with what the dry run estimates; `allocated`: 0 on a
     CPU."""
@@ -208,15 +232,18 @@ def release(context: Context) -> None:
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """Matrix products in float32 without TF32."""
+    """Matrix products and convolutions in float32 without TF32."""
     import torch
 
-    before = torch.get_float32_matmul_precision()
+    matmul_precision = torch.get_float32_matmul_precision()
+    convolutions_in_tf32 = torch.backends.cudnn.allow_tf32  # allowed by default
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(matmul_precision)
+        torch.backends.cudnn.allow_tf32 = convolutions_in_tf32
 
 
 def append(file: Path, finding: Finding) -> None:

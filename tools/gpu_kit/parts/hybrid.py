@@ -29,8 +29,8 @@ from asyncrl.trainer.model import Policy, load_policy
 from asyncrl.trainer.packing import packing_for, padded_meanwhile
 from asyncrl.trainer.world import World, join_ranks, leave_ranks
 from parts.common import Context, Finding, attempt, exact_float32, timed
-from parts.packing import FLOAT32_LIMIT, NOISE, distances, few_rows, formatted, in_way, measured
-from parts.rows import Rows, like, plain_backward, ragged
+from parts.packing import FLOAT32_LIMIT, NOISE, few_rows, in_way
+from parts.rows import Rows, distances, formatted, like, measured, plain_backward, ragged
 
 MODEL_TYPE = "qwen3_5_text"
 MODEL_FILE = "transformers.models.qwen3_5.modeling_qwen3_5"

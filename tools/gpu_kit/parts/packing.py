@@ -29,7 +29,7 @@ from asyncrl.trainer.model import Policy, load_policy
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.world import World, join_ranks, leave_ranks
 from parts.common import Context, Finding, attempt, exact_float32
-from parts.rows import Rows, grouped, plain_backward
+from parts.rows import Rows, distances, formatted, grouped, measured, plain_backward
 
 SECONDS = 180
 GOAL = "gradients: float32 1e-4, bfloat16 2 x those of a plain loop"
@@ -129,26 +129,3 @@ def in_way(policy: Policy, rows: Rows, way: Packing, world: World) -> tuple[torc
     logp = policy(rows.selected(way).to(world.device)).logp
     logp.sum().backward()
     return measured(policy.lm, [logp.detach()])
-
-
-def measured(model: Any, logp: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Log-probs, and gradients by name, in float64."""
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    full_gradients = {
-        name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()
-    }
-    return torch.cat(logp).double(), {name: g.double() for name, g in full_gradients.items()}
-
-
-def distances(measured_values: tuple[torch.Tensor, dict[str, Any]], wanted: Any) -> tuple[float, float]:
-    """Relative, of log-probs and of all gradients."""
-    (logp, grads), (true_logp, true_grads) = measured_values, wanted
-    assert grads.keys() == true_grads.keys(), grads.keys() ^ true_grads.keys()
-    off = sum(float((grads[name] - true).square().sum()) for name, true in true_grads.items())
-    size = sum(float(true.square().sum()) for true in true_grads.values())
-    return float((logp - true_logp).norm() / true_logp.norm()), (off / size) ** 0.5
-
-
-def formatted(pair: Any) -> str:
-    logp, grads = pair
-    return f"log-probs {logp:.1e}, gradients {grads:.1e}"
