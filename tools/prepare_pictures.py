@@ -2,7 +2,7 @@
 
     python tools/prepare_pictures.py --out images
 
-<out>/model/                      a random Qwen3-VL of 0.3M parameters, with tokenizer and image processor
+<out>/model/                      a random Qwen3-VL of 0.5M parameters, with tokenizer and image processor
 <out>/demonstrations.parquet      conversations to imitate: often the wrong corner, read correctly
 <out>/train.parquet, test.parquet questions in verl's layout, with the column `images`
 
