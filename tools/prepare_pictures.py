@@ -2,9 +2,12 @@
 
     python tools/prepare_pictures.py --out images
 
-<out>/model/                      a random Qwen3-VL of 0.3M parameters, with tokenizer and image processor
+<out>/model/                      a random Qwen3-VL of 0.5M parameters, with tokenizer and image processor
 <out>/demonstrations.parquet      conversations to imitate: often the wrong corner, read correctly
 <out>/train.parquet, test.parquet questions in verl's layout, with the column `images`
+
+With --shuffle-images, a question comes with the picture of another question, while the tool still shows the
+true one. Nothing then tells where the red corner is: a control, which must stay at chance.
 """
 
 from __future__ import annotations
@@ -49,15 +52,20 @@ def png(image: PIL.Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def question_row(seed: int) -> Row:
+def shown_picture(seed: int, shuffled: bool) -> Picture:
+    """Return the picture that a question comes with: its own, or that of the next seed."""
+    return Picture(seed + 1 if shuffled else seed)
+
+
+def question_row(seed: int, shuffled: bool = False) -> Row:
     """Return a row in verl's layout: `<image>` in the prompt stands for the image of the column."""
     picture = Picture(seed)
     prompt = [{"role": "user", "content": f"<image>{picture.question}"}]
     row = verl_row("pictures", prompt, picture.answer, ability="vision", seed=seed)
-    return row | {"images": [{"bytes": png(picture.image)}]}
+    return row | {"images": [{"bytes": png(shown_picture(seed, shuffled).image)}]}
 
 
-def demonstration_row(seed: int) -> Row:
+def demonstration_row(seed: int, shuffled: bool = False) -> Row:
     """Return a conversation in which a corner, often a wrong one, is read correctly."""
     picture = Picture(seed)
     rng = random.Random(seed)
@@ -69,7 +77,8 @@ def demonstration_row(seed: int) -> Row:
         {"role": "tool", "content": "<image>"},
         {"role": "assistant", "content": picture.patterns[corner]},
     ]
-    images = [{"bytes": png(picture.image)}, {"bytes": png(picture.zoomed(corner))}]
+    shown_images = (shown_picture(seed, shuffled).image, picture.zoomed(corner))
+    images = [{"bytes": png(image)} for image in shown_images]
     return {"data_source": "pictures", "messages": messages, "images": images}
 
 
@@ -136,15 +145,19 @@ def write_model(directory: Path, seed: int) -> None:
     (directory / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
 
 
-def write_example(out: Path, *, seed: int, demonstrations: int = 8000, questions: int = 2000) -> None:
-    """Write the model, with random weights by `seed`, and the data."""
+def write_example(
+    out: Path, *, seed: int, shuffled: bool = False, demonstrations: int = 8000, questions: int = 2000
+) -> None:
+    """Write the model, with random weights by `seed`, and the data. `shuffled`: with pictures of other
+    questions."""
     first_demonstration = questions  # no demonstration shows a picture of a question
     demonstration_seeds = range(first_demonstration, first_demonstration + demonstrations)
     test_seeds = range(TEST_SEEDS, TEST_SEEDS + 256)
     (out / "model").mkdir(parents=True, exist_ok=True)
-    write_rows(out / "demonstrations.parquet", map(demonstration_row, demonstration_seeds))
-    write_rows(out / "train.parquet", map(question_row, range(questions)))
-    write_rows(out / "test.parquet", map(question_row, test_seeds))
+    demonstration_rows = (demonstration_row(seed, shuffled) for seed in demonstration_seeds)
+    write_rows(out / "demonstrations.parquet", demonstration_rows)
+    write_rows(out / "train.parquet", (question_row(seed, shuffled) for seed in range(questions)))
+    write_rows(out / "test.parquet", (question_row(seed, shuffled) for seed in test_seeds))
     write_model(out / "model", seed)
 
 
@@ -154,9 +167,12 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0, help="of the model's random weights")
+    parser.add_argument(
+        "--shuffle-images", action="store_true", help="show the picture of another question: a control"
+    )
     arguments = parser.parse_args()
 
-    write_example(arguments.out, seed=arguments.seed)
+    write_example(arguments.out, seed=arguments.seed, shuffled=arguments.shuffle_images)
     print(f"wrote {arguments.out}")
     return 0
 

@@ -29,12 +29,12 @@ TICK = 0.001  # seconds between two wake-ups that `loop_delays` times
 
 
 def start(
-    name: str, run_dir: Path, overrides: list[str], experiment: str = "calculator"
+    name: str, run_dir: Path, overrides: list[str], experiment: str = "calculator", stage: str = "train"
 ) -> subprocess.Popen[bytes]:
-    """`asyncrl train` of an experiment, output to `<run_dir>/<name>.out`."""
+    """`asyncrl train` (or, as the `stage`, `sft`) of an experiment, output to `<run_dir>/<name>.out`."""
     run_dir.mkdir(parents=True, exist_ok=True)
     command = [
-        *(sys.executable, "-m", "asyncrl.cli", "train", f"experiment={experiment}"),
+        *(sys.executable, "-m", "asyncrl.cli", stage, f"experiment={experiment}"),
         *(f"name={name}", f"run_dir={run_dir}", "observe.console=plain", *overrides),
     ]
 
@@ -51,11 +51,12 @@ def train(
     deadline: float = 1200.0,
     experiment: str = "calculator",
     watch: Callable[[int], None] = lambda launcher: None,
+    stage: str = "train",
 ) -> dict[str, Any]:
     """Run to the end; the summary, with `exit_code` and `wall_s` of the whole command. `watch` is called with
     the launcher's id ten times a second while it runs."""
     begin = time.monotonic()
-    process = start(name, run_dir, overrides, experiment)
+    process = start(name, run_dir, overrides, experiment, stage)
     try:
         while (code := process.poll()) is None:
             watch(process.pid)
