@@ -466,10 +466,10 @@ class Gateway:
                 self._connections.loop_times.reading_timeout(running_episode, READ_SECONDS),
                 running_episode.body_slots,
             ):
-                body = bytearray()
+                received = bytearray()
                 while chunk := await request.content.readany():
-                    body += chunk
-                    if len(body) > max_bytes:
+                    received += chunk
+                    if len(received) > max_bytes:
                         raise _too_large(max_bytes)
         except TimeoutError as error:
             arrival_problem = f"the request body did not arrive within {READ_SECONDS:g} s; send it again"
@@ -480,9 +480,10 @@ class Gateway:
 
         await self._connections.loop_times.until_released(running_episode)
         self._episode_of_key(request)  # the episode may be over
+        body = bytes(received)
         _check_parts(body)
 
-        return bytes(body)
+        return body
 
     def _log_unheeded(self, body: bytes, exchange: Exchange) -> None:
         # Otherwise invented fields would cost loop time in each request.

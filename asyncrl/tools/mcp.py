@@ -162,7 +162,7 @@ def result_content(result: Any) -> ResultContent:
     has_text = any(block and isinstance(block, str) for block in blocks)
     if result.structured_content is not None and not has_text:
         structured_text = msgspec.json.encode(result.structured_content).decode()
-        blocks = [*filter(None, blocks), structured_text]
+        blocks = [*(block for block in blocks if block), structured_text]
 
     parts: list[str | ImageFile] = []
     for block in blocks:
