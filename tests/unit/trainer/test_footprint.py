@@ -312,5 +312,5 @@ def test_images_and_a_trained_tower_are_in_the_estimate(
         estimate = footprint(config, len(ids))
         without_images = footprint(config)
     assert estimate.static == pytest.approx(live.now, rel=0.15)
-    assert 0.85 < estimate.total / live.peak < 1.25, (estimate, live.peak)
+    assert 0.85 < estimate.total / live.peak < 1.3, (estimate, live.peak)
     assert without_images.total < 0.85 * live.peak
