@@ -96,7 +96,9 @@ class ScriptedEngine:
     async def score(self, ids: tuple[int, ...], images: Mapping[str, bytes] = {}) -> tuple[float, ...]:
         return tuple(-1.0 for _ in ids[1:])
 
-    async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
+    async def read(
+        self, ids: tuple[int, ...], count: int, top: int, images: Mapping[str, bytes] = {}
+    ) -> TokenScores:
         self.read_ids.append(ids)
         return TokenScores(np.full(count, -1, "<f4").tobytes())
 

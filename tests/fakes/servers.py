@@ -7,7 +7,7 @@ of that. However a turn is moved about, what comes out must count up.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,11 +103,13 @@ class FakeServer:
             raise EngineLost("closed", self._write(request, self.streamed, StopReason.ABORT))
         return self._write(request, request.sampling.max_new_tokens, StopReason.LENGTH)
 
-    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+    async def score(self, ids: tuple[int, ...], images: Mapping[str, bytes] = {}) -> tuple[float, ...]:
         generated = await self.generate(Request("score", (), Sampling(len(ids), ())))
         return generated.logprobs[1:]
 
-    async def read(self, ids: tuple[int, ...], count: int, top: int) -> TokenScores:
+    async def read(
+        self, ids: tuple[int, ...], count: int, top: int, images: Mapping[str, bytes] = {}
+    ) -> TokenScores:
         read = await self.generate(Request("score", ids[:-count], Sampling(count, ())))
         return TokenScores(np.array(read.logprobs, "<f4").tobytes())
 

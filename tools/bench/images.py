@@ -168,8 +168,8 @@ def measured_worker(config: RunConfig, endpoints: Endpoints, index: int, incarna
             return await serve(worker)
 
     sockets.encode_message = counting_encode
-    sockets.Codec.decode = counting_decode  # type: ignore[method-assign]
-    RolloutWorker.serve = measured_serve  # type: ignore[method-assign]
+    sockets.Codec.decode = counting_decode  # type: ignore[assignment]
+    RolloutWorker.serve = measured_serve  # type: ignore[assignment]
     code = run_worker(config, endpoints, index, incarnation)
     measured = Measured(counts, delays_ms[delay_spans[0] : delay_spans[-1]])
     path = Path(config.run_dir) / config.name / MEASURED
@@ -183,7 +183,8 @@ def measured_worker(config: RunConfig, endpoints: Endpoints, index: int, incarna
 def write_model(directory: Path) -> None:
     """Write a tiny model whose processor reads images as Qwen3-VL's does: up to 1,280 ids of 32 x 32
     pixels."""
-    from tools.prepare_pictures import write_model as write_random_model
+    sys.path.insert(0, str(ROOT / "tools"))
+    from prepare_pictures import write_model as write_random_model
 
     write_random_model(directory, seed=0)
     for name, patches in (("config.json", "vision_config"), ("preprocessor_config.json", "")):

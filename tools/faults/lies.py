@@ -17,9 +17,8 @@ from asyncrl.engines.base import Request
 from asyncrl.engines.torch import recorded, sampler
 from asyncrl.engines.torch.batch import Batcher
 from asyncrl.engines.torch.engine import TorchEngine, build
-from asyncrl.engines.torch.slots import KVCache, Layout, Slot, Slots
+from asyncrl.engines.torch.slots import ChunkImages, KVCache, Layout, Slot, Slots
 from asyncrl.types import Generation, VersionSpan
-from asyncrl.vision.pixels import Pixels
 from asyncrl.weights.manifest import AdapterSpec
 
 Tensors = Mapping[str, torch.Tensor]
@@ -116,10 +115,10 @@ class BaseModelCache(KVCache):
     """Samples with the base model alone; scores still have the adapter."""
 
     def forward(
-        self, layout: Layout, logit_indices: torch.Tensor, pixels: Pixels | None = None
+        self, layout: Layout, logit_indices: torch.Tensor, images: ChunkImages | None = None
     ) -> torch.Tensor:
         with self.adapters.disabled() if self.adapters is not None else nullcontext():
-            return super().forward(layout, logit_indices, pixels)
+            return super().forward(layout, logit_indices, images)
 
 
 class StaleLabels(TorchEngine):

@@ -376,7 +376,10 @@ def test_an_engine_that_differs_from_the_trainer_validates_nothing(tmp_path: Pat
     validation.assign_episodes(100.0, exclusive=True)
     assert [(peer, message.lane) for peer, message in setup.sent.take(LoadWeights)] == [(successor, "eval")]
     validation.confirm_load(successor, loaded("eval", 0.5), 100.0)
-    assert "worker 0 (validation) computes" in mismatches.newest and successor in mismatches.replacements
+    assert (
+        "worker 0 (validation) reports log-probs" in mismatches.newest
+        and successor in mismatches.replacements
+    )
     validation.assign_episodes(100.0, exclusive=True)
     assert setup.sent.take(Assign) == []
 

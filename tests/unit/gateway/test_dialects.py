@@ -399,10 +399,11 @@ def test_no_text_of_anthropics_clients_is_lost() -> None:
     agent_exchange = MESSAGES.exchange_of([USER], system=f"{messages.BILLING_HEADER} cc=1\nbe brief")
     assert agent_exchange.agent_request.messages[0] == Message("system", "be brief")
     assert "a billing header" in agent_exchange.left_out
+    image = {"type": "image", "source": {"type": "base64", "data": "iVBO"}}
     sources = [
         {"type": "text", "media_type": "text/plain", "data": "one"},
         {"type": "content", "content": "two"},
-        {"type": "content", "content": [{"type": "text", "text": "three"}, {"type": "image"}]},
+        {"type": "content", "content": [{"type": "text", "text": "three"}, image]},
         {"type": "base64", "data": "JVBE"},
     ]
     documents = [{"type": "document", "source": source} for source in sources]

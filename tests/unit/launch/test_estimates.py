@@ -333,7 +333,7 @@ def test_what_stays_in_memory(
 
 def test_the_dry_run_warns_of_what_a_micro_batch_takes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Footprint(2 * 10**8, 2 * 10**8, 4 * 10**8, 3 * 10**8, rows=4, length=512)
-    monkeypatch.setattr(memory, "footprint", lambda config: found)
+    monkeypatch.setattr(memory, "footprint", lambda config, _: found)
     monkeypatch.setattr(memory, "main_memory", lambda: MainMemory(2_000_000_000, 0))
     (line,) = describe_memory(config(model), has_gpu=False)
     assert "optimizer 400.0 MB, a micro-batch of 4 x 512 tokens 300.0 MB, 1.1 GB in total" in line.text
@@ -353,7 +353,7 @@ def test_the_dry_run_warns_of_what_a_micro_batch_takes(model: Path, monkeypatch:
 def test_the_dry_run_says_what_adapters_take_of_a_server(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "footprint", lambda config: Footprint(0, 0, 0, 0, rows=1, length=1))
+    monkeypatch.setattr(memory, "footprint", lambda config, _: Footprint(0, 0, 0, 0, rows=1, length=1))
     agents = {"planner": {"lora_rank": 16}, "coder": {"lora_rank": 8}}
     keys: dict[str, Any] = {"agents": agents, "rollout": {"agent": "a:b"}}
     assert len([*describe_memory(config(model, **keys), has_gpu=False)]) == 2, (

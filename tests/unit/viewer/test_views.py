@@ -294,7 +294,7 @@ def test_the_images_of_the_data_stay_open(tmp_path: Path) -> None:
         with tempfile.TemporaryFile() as file:
             writer = ImageWriter(file)
             writer.add("d", image.file)
-            writer.finish().save(images_path(run_dir, "train"))
+            writer.finish(sample_ids=0).save(images_path(run_dir, "train"))
 
     views = Views(run_dirs, ended)
     answers = [views.answer("image", {"run": number, "digest": "d"}) for number in ("0", "1", "0")]

@@ -468,7 +468,7 @@ def steps(context: Context, world: World, case: Case) -> Iterator[Finding]:
             step_episodes = episodes(case, pictures, learner.step)
             synchronize(context)
             began = time.perf_counter()
-            learner.accumulate(step_episodes, files if pictures else {})
+            learner.accumulate(learner.take_images(step_episodes, files) if pictures else step_episodes)
             metrics = learner.finish()
             synchronize(context)
             durations.append(time.perf_counter() - began)
