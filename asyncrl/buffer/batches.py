@@ -300,15 +300,19 @@ class Batches:
 
     # -- commit, rollback, retention -----------------------------------------------------------------
 
-    def commit_batch(self, step: int, trained_uids: Collection[str]) -> None:
+    def commit_batch(
+        self, step: int, trained_uids: Collection[str], left_out_uids: Collection[str] = ()
+    ) -> None:
         """Record that the batch of `step` was applied, perhaps again by a restarted trainer.
 
-        Planned episodes that were not trained, as their payload could not be read, are dropped as corrupt.
+        Planned episodes that were not trained, as their payload could not be read, or were left out by the
+        trainer, are dropped as corrupt.
 
         Raises:
-            ProtocolError: `trained_uids` is not the plan without its lost episodes.
+            ProtocolError: `trained_uids` is not the plan without its lost and left out episodes.
         """
         batch = self.by_step[step]
+        batch.lost |= set(left_out_uids) & set(batch.uids)
         if mismatched_uids := set(trained_uids).symmetric_difference(batch.uids) - batch.lost:
             raise ProtocolError(
                 f"the commit for step {step} does not match the step's plan; these episodes differ: "

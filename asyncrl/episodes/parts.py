@@ -120,6 +120,12 @@ class EpisodeParts:
     def require_images(self) -> ImageLayout:
         """Return how the model reads images, at most `model.max_image_tokens` ids each. ConfigError says why
         it does not."""
+        sequence_ranks = self.config.trainer.sequence_parallel
+        if sequence_ranks > 1 and self.config.total_steps:
+            raise ConfigError(
+                f"trainer.sequence_parallel={sequence_ranks} does not work with images; set "
+                "trainer.sequence_parallel=1, or remove the images from the data"
+            )
         layout = read_image_layout(self.config.model.path)
         if self.config.engine.remote and layout.scaling != "qwen":
             raise ConfigError(

@@ -642,7 +642,7 @@ async def _end_earlier_tries(
 
 
 async def _read_exchange(dialect: ApiDialect, body: bytes, images: RequestImages) -> Exchange:
-    """Read a request; in a thread if there are images to decode. ApiError, ImageError."""
+    """Read a request; in a thread if it is long or has images to decode. ApiError, ImageError."""
     if images.layout is None or len(body) <= MAX_READ_TWICE_BYTES:
         with suppress(HasImageError):
             return dialect.read(body, images.without_images())

@@ -33,8 +33,8 @@ MAX_RESEND_SECONDS = 30.0
 
 class LostImageError(AsyncrlError):
     """The coordinator has no file of an image any more. The next attempt at the episode starts again, without
-    the recorded turns that may need the image; there are `rollout.retries` of them, as an image of the data
-    stays lost."""
+    the recorded turns that may need the image. At most `rollout.retries` attempts follow: an image of the
+    data stays lost."""
 
 
 class _FileRequest:
@@ -144,7 +144,7 @@ class WorkerImages:
 class EpisodeImages:
     """Holds the images of one attempt at an episode. Files that the attempt makes stay here until they are
     durable, and then belong to the worker. `known_images`: those of the sample, which the coordinator has.
-    Only `add` may be called by other threads, one at a time."""
+    Only `add` may be called by other threads."""
 
     def __init__(self, worker_images: WorkerImages, known_images: Iterable[ImageRef]) -> None:
         self._worker_images = worker_images

@@ -26,16 +26,16 @@ def require_trainable_images(config: RunConfig) -> ImageLayout:
             "no images; set it to the class of the whole model, or remove the images from the data"
         )
 
-    if config.trainer.sequence_parallel > 1:
-        raise ConfigError(
-            f"trainer.sequence_parallel={config.trainer.sequence_parallel} does not work with images; set "
-            "trainer.sequence_parallel=1"
-        )
-
     other_paths = {"kl.reference": config.kl.reference}
     for name, scorer in config.scorers.items():
-        # A scorer's model may be on other machines only; a reward model reads texts.
-        if name != "reward" and (Path(scorer.path) / "config.json").is_file():
+        if name == "reward":  # it reads texts
+            continue
+        if layout.scaling != "qwen" and name not in config.scorers_lent:
+            raise ConfigError(
+                f"scorers.{name}: for {model_path}, SGLang servers tokenize prompts with images again; set "
+                "kl.reference to a path instead"
+            )
+        if (Path(scorer.path) / "config.json").is_file():  # else it is on other machines only
             other_paths[f"scorers.{name}.path"] = scorer.path
     if needs_critic(config):
         other_paths["critic.path"] = config.critic.path

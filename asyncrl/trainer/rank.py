@@ -16,6 +16,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
@@ -136,6 +137,7 @@ class TrainerRank:
         self.is_repeating = False
         self.published_step = -1
         self._batch_uids: list[str] = []
+        self._left_out_uids: list[str] = []  # of the batch, because of an image
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -198,13 +200,11 @@ class TrainerRank:
             if not is_tiny(self.learner):
                 trim_heap()
 
-        batch_uids = [
-            uid
-            for rank_uids in self.trainer_world.gather_data(self._batch_uids, list[str])
-            for uid in rank_uids
-        ]
+        batch_uids = self._gather_uids(self._batch_uids)
+        left_out_uids = self._gather_uids(self._left_out_uids)
         self.checkpointing.add_trained(batch_uids)
         self._batch_uids = []
+        self._left_out_uids = []
         metrics["trainer/trajectories_total"] = float(self.checkpointing.trained_total)
         rounding = self.publishing.rounding
         if rounding is not None:
@@ -212,7 +212,7 @@ class TrainerRank:
             metrics["weights/probe_rounding_median"] = rounding.median
         metrics |= performance(*self.stopwatch.lap(), metrics, self.peak_flops, self.trainer_world.size)
         with self._waiting("wait_commit"):
-            to_publish = self._commit_step(plan, batch_uids, metrics)
+            to_publish = self._commit_step(plan, batch_uids, left_out_uids, metrics)
         self.client.committed_step = self.learner.step
         self.ratio_recorder.save_step(self.learner.step)
 
@@ -221,6 +221,10 @@ class TrainerRank:
             self._publish_version()
 
         self._save_if_due()
+
+    def _gather_uids(self, rank_uids: list[str]) -> list[str]:
+        """Return the uids of all data ranks."""
+        return [*chain.from_iterable(self.trainer_world.gather_data(rank_uids, list[str]))]
 
     # -- requests to the coordinator -------------------------------------------------------------------
 
@@ -276,14 +280,30 @@ class TrainerRank:
             answer, frames = self.client.request(request, f"images of step {step}")
             image_files |= answer.files(frames)
 
-        return self.learner.take_images(planned_work, image_files)
+        trainable_work = self.learner.take_images(planned_work, image_files)
+        trainable_uids = {planned.uid for planned, _ in trainable_work}
+        self._left_out_uids += [
+            planned.uid for planned, _ in planned_work if planned.uid not in trainable_uids
+        ]
+        return trainable_work
 
     def _commit_step(
-        self, plan: trainer.WorkPlan, trained_uids: list[str], metrics: dict[str, float]
+        self,
+        plan: trainer.WorkPlan,
+        trained_uids: list[str],
+        left_out_uids: list[str],
+        metrics: dict[str, float],
     ) -> bool:
         """Commit the step. Returns whether this version is to be published."""
         step = self.learner.step
-        commit = trainer.Commit(self.trainer_epoch, step, plan.plan_hash, tuple(trained_uids), metrics)
+        commit = trainer.Commit(
+            self.trainer_epoch,
+            step,
+            plan.plan_hash,
+            tuple(trained_uids),
+            metrics,
+            tuple(left_out_uids),
+        )
         answer = self.client.request_for_all(commit, f"the commit of step {step}")
         self.checkpointing.best_step = answer.best
         return bool(answer.publish)

@@ -38,12 +38,6 @@ class PromptWriter:
     def fields(self, ids: tuple[int, ...], files: Mapping[str, bytes]) -> dict[str, Any]:
         """Return the fields of a request for the prompt `ids`. `files`: the stored file of each image, by
         digest. JSON has the files in base64. EngineRefused says what is wrong with the prompt."""
-        if self.layout is not None and self.layout.placeholder in ids:
-            raise EngineRefused(
-                f"the prompt has the token {self.layout.placeholder}, which stands for images, instead of "
-                "image ids; remove image tokens from the text"
-            )
-
         with EngineRefused.instead_of(ValueError, text="the prompt has invalid ids"):
             runs = find_whole_runs(ids)
         if not runs:
@@ -51,6 +45,11 @@ class PromptWriter:
 
         if self.layout is None:
             raise EngineRefused(f"the prompt has images: {self._refusal}")
+        if self.layout.placeholder in ids:
+            raise EngineRefused(
+                f"the prompt has the token {self.layout.placeholder}, which stands for images, instead of "
+                "image ids; remove image tokens from the text"
+            )
         # A server looks for images behind other tokens; its request handler fails where there is none.
         image_ends = {0, *(run.end for run in runs)}
         if any(run.start in image_ends for run in runs):

@@ -58,14 +58,15 @@ class GrantDevices(WireMessage, frozen=True):
 
 
 class Commit(WireMessage, frozen=True):
-    """Rank 0 took the optimizer step of the batch of `step`. `trained`: uids of all
-    ranks, of the plan's trajectories whose payloads reached a rank."""
+    """Rank 0 took the optimizer step of the batch of `step`. `trained`: uids of all ranks, of the plan's
+    trajectories whose payloads reached a rank, without those `left_out`, which have an unreadable image."""
 
     trainer_epoch: Count
     step: Count
     plan_hash: str
     trained: tuple[str, ...]
     metrics: dict[str, float]
+    left_out: tuple[str, ...] = ()
 
 
 class Committed(WireMessage, frozen=True):

@@ -7,6 +7,7 @@ import pytest
 from asyncrl.buffer import batches as module
 from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.errors import ProtocolError
 from asyncrl.types import DropReason, EpisodeStats
 from tests.unit.buffer.machine import admit, count_again, land, land_group, make, run, train
 
@@ -146,6 +147,21 @@ def test_a_commit_that_is_repeated_leaves_the_refills_of_the_next_batch() -> Non
 
     batches.commit_batch(1, trained_uids)
     assert (buffer.committed, buffer.refills) == (1, 1)
+
+
+def test_an_episode_that_the_trainer_left_out_is_dropped_as_corrupt() -> None:
+    buffer, batches = make()
+    admit(buffer, 2)
+    land_group(buffer, 0, 1.0, 0.0), land_group(buffer, 1, 1.0, 0.0)
+    left_out_uid, *trained_uids = batches.next_part(1, 0, 1) or []
+
+    with pytest.raises(ProtocolError, match=f"these episodes differ: {left_out_uid}"):
+        batches.commit_batch(1, trained_uids)
+    for _ in range(2):  # a restarted trainer repeats the commit
+        batches.commit_batch(1, trained_uids, [left_out_uid])
+        states = {uid: batches.planned_episodes[uid].state for uid in (left_out_uid, *trained_uids)}
+        assert states == {left_out_uid: State.DROPPED, **dict.fromkeys(trained_uids, State.TRAINED)}
+    assert buffer.committed == 1
 
 
 def test_of_skipped_steps_no_plan_is_left_and_no_episode_is_taken() -> None:

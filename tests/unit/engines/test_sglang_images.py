@@ -75,7 +75,7 @@ async def test_a_server_that_scales_images_again_is_refused() -> None:
 @pytest.mark.parametrize(
     ("writer", "ids", "reason"),
     [
-        (PromptWriter(LAYOUT), (5, PLACEHOLDER, 6), "the token 9, which stands for images"),
+        (PromptWriter(LAYOUT), (5, PLACEHOLDER, 6, *PNG_IDS), "the token 9, which stands for images"),
         (PromptWriter(LAYOUT), (5, *PNG_IDS[2:], 6), "must begin with the first 4 ids of an image"),
         (PromptWriter(LAYOUT), (5, *image_ids("0" * 29, 4)), f"the file of image {'0' * 29}"),
         (PromptWriter(LAYOUT), (*PNG_IDS, 6), "right at the beginning"),

@@ -20,6 +20,7 @@ from torch import Tensor
 from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.config import ModelConfig, Packing
 from asyncrl.engines.torch.engine import replace_weights
+from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import ConfigError, DeadlineError, ProtocolError
 from asyncrl.launch.models import check_model
 from asyncrl.model_class import auto_class_of, read_config
@@ -549,10 +550,11 @@ def test_a_step_without_images_leaves_a_trained_tower_as_it_is(
 def test_sequence_parallel_does_not_go_with_images(model_paths: Callable[[str], str]) -> None:
     path = model_paths("qwen3_vl")
     assert require_trainable_images(tiny_config(path)) == read_image_layout(path)
-    config = tiny_config(path, trainer={"ranks": 2, "sequence_parallel": 2})
+    parts = EpisodeParts(tiny_config(path, trainer={"ranks": 2, "sequence_parallel": 2}))
+    assert parts.image_layout is None, "images of tools become notes"
     complaint = r"trainer\.sequence_parallel=2 does not work with images; set trainer\.sequence_parallel=1"
     with pytest.raises(ConfigError, match=complaint):
-        require_trainable_images(config)
+        parts.require_images()
 
 
 @pytest.mark.full

@@ -453,7 +453,7 @@ def test_a_commit_waits_longer_than_a_full_disk_may_stop_the_coordinator(
     for link in (rank.client.control, rank.client.bulk):
         link.receive = lambda timeout: None  # type: ignore[method-assign]
     with pytest.raises(DeadlineError, match="the commit of step 0"):
-        rank._commit_step(WorkPlan(1, 1, "step"), [], {})
+        rank._commit_step(WorkPlan(1, 1, "step"), [], [], {})
     assert any(isinstance(message, Commit) for message in rank.client.control.sent)  # type: ignore[attr-defined]
     assert clock.now > 100.0 + rank.config.launch.stall_timeout
 
