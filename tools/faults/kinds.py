@@ -186,7 +186,7 @@ def weights_gone(target: Target, victim: str) -> Iterator[None]:
     first_paths = set(target.weights.glob("*"))
     target.until(lambda: set(target.weights.glob("*")) - first_paths, "a version is published", pause=0.001)
     for path in set(target.weights.glob("*")) - first_paths:
-        for file in list(path.rglob("*.safetensors")):
+        for file in _weight_files(path):
             file.unlink(missing_ok=True)
     yield
 
@@ -194,7 +194,7 @@ def weights_gone(target: Target, victim: str) -> Iterator[None]:
 @contextmanager
 def weights_damaged(target: Target, victim: str) -> Iterator[None]:
     """Bits of the newest version's files are flipped; then the worker is killed, and loads it anew."""
-    for file in sorted(target.weights.rglob("*.safetensors"), key=_age)[-1:]:
+    for file in sorted(_weight_files(target.weights), key=_age)[-1:]:
         _flip(file)
     target.process(victim).kill()
     yield
@@ -235,6 +235,17 @@ def hang(target: Target, victim: str) -> Iterator[None]:
     target.flag.touch()
     yield
     target.flag.unlink()
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """Return the files of weights below `directory`, whose folders are renamed and removed meanwhile."""
+    # os.walk passes over a folder that has vanished; Path.rglob raises
+    return [
+        Path(folder, name)
+        for folder, _, names in os.walk(directory)
+        for name in names
+        if name.endswith(".safetensors")
+    ]
 
 
 def _age(path: Path) -> float:
