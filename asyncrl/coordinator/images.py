@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.data.run_images import RunImages
+from asyncrl.episodes.image_checks import require_images
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.store.schema import StoreError
 from asyncrl.types import Turn
 from asyncrl.vision.files import MAX_STORED_BYTES, image_digest, is_image_file
 from asyncrl.vision.image_ids import has_image_ids
-from asyncrl.vision.layout import read_image_layout
 from asyncrl.wire.messages.shared import ImageFiles, ImageRequest
 
 
@@ -28,7 +28,7 @@ class ImageHandler:
         self._outbox = state.journal.outbox
         self._images = RunImages.open(state.run_dir, self._store.reader)
         try:
-            read_image_layout(state.config.model.path)
+            require_images(state.config)
             self._refusal = ""
         except ConfigError as error:
             self._refusal = str(error)
@@ -47,7 +47,7 @@ class ImageHandler:
         self._outbox.to_bulk(peer, ImageFiles(message.digests, tuple(lost)), frames)
 
     def check_turn(self, uid: str, turn: Turn) -> None:
-        """Check that the model reads images if a turn has any: a trainer rank could not go on. ProtocolError
+        """Check that the run reads images if a turn has any: a trainer rank could not go on. ProtocolError
         if not. The trainer compares the files with the ids, and leaves out episodes in which they differ."""
         if self._refusal and (has_image_ids(turn.context) or has_image_ids(turn.taught)):
             raise ProtocolError(f"episode {uid}, turn {turn.index}: image ids, but {self._refusal}")

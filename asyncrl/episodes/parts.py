@@ -24,6 +24,7 @@ from asyncrl.conversation.requests import IsUntrained, texts_of
 from asyncrl.conversation.tokenizer import load_tokenizer
 from asyncrl.conversation.turns import rows_of
 from asyncrl.environments import Environment, load_environment
+from asyncrl.episodes.image_checks import require_images
 from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import Agent, Command, load_agent, load_untrained
@@ -32,7 +33,7 @@ from asyncrl.rewards import load_rewards, select_shapings
 from asyncrl.tools import Toolbox, load_tools
 from asyncrl.types import Message, Sample
 from asyncrl.vision.image_ids import largest_token_id
-from asyncrl.vision.layout import ImageLayout, read_image_layout
+from asyncrl.vision.layout import ImageLayout
 from asyncrl.weights.model_files import read_json
 
 MAX_CHECKED_DEMONSTRATIONS = 256  # conversations checked before the start, in less than a second
@@ -118,30 +119,8 @@ class EpisodeParts:
             return None
 
     def require_images(self) -> ImageLayout:
-        """Return how the model reads images, at most `model.max_image_tokens` ids each. ConfigError says why
-        it does not."""
-        sequence_ranks = self.config.trainer.sequence_parallel
-        if sequence_ranks > 1 and self.config.total_steps:
-            raise ConfigError(
-                f"trainer.sequence_parallel={sequence_ranks} does not work with images; set "
-                "trainer.sequence_parallel=1, or remove the images from the data"
-            )
-        layout = read_image_layout(self.config.model.path)
-        if self.config.engine.remote and layout.scaling != "qwen":
-            raise ConfigError(
-                f"engine: for {self.config.model.path}, SGLang servers tokenize prompts with images again, "
-                "perhaps into other tokens than the trainer's; use the embedded engine (engine=torch), or a "
-                "model of the Qwen family"
-            )
-        max_ids = self.config.model.max_image_tokens
-        if not max_ids:
-            return layout
-        if max_ids < layout.smallest_limit:
-            raise ConfigError(
-                f"model.max_image_tokens={max_ids} is too small for {self.config.model.path}, whose "
-                f"processor would enlarge the images again; set at least {layout.smallest_limit}"
-            )
-        return layout.with_max_ids(max_ids)
+        """Return how the run reads images. ConfigError says why it reads none."""
+        return require_images(self.config)
 
     @cached_property
     def chat(self) -> Chat:

@@ -35,6 +35,7 @@ from asyncrl.store.schema import DATABASE, check_schema
 from asyncrl.trainer.footprint import needs_critic
 from asyncrl.types import Message, Sample, ToolCall
 from asyncrl.weights.checkpoint_match import check_checkpoint
+from asyncrl.weights.model_files import read_json
 from asyncrl.weights.trained_tensors import published_bytes
 from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
 
@@ -161,14 +162,16 @@ def show_truths(inputs: Inputs) -> Iterator[Note]:
 
 @preflight_check("data's images", requires=("data",))
 def show_images(inputs: Inputs) -> Iterator[Note]:
-    """Describe how many images the data have, how they were changed, and how many tokens they have; check
-    that the run can train on them."""
-    run_data = inputs.run_data
-    if run_data.image_lines and inputs.config.total_steps:
-        from asyncrl.trainer.image_checks import require_trainable_images  # The import takes a second
-
-        require_trainable_images(inputs.config)
-    yield from map(ok, run_data.image_lines)
+    """Describe how many images the data have, how they were changed, and how many tokens they have, or why
+    other images become notes."""
+    yield from map(ok, inputs.run_data.image_lines)
+    rollout = inputs.config.rollout
+    reads_pixels = "vision_config" in read_json(Path(inputs.config.model.path) / "config.json")
+    if reads_pixels and (rollout.tools or rollout.environment or rollout.agent):
+        try:
+            inputs.parts.require_images()
+        except ConfigError as error:
+            yield warning(f"images of tools, environments and agents become notes: {error}")
 
 
 @preflight_check("tasks", requires=("data",))

@@ -32,6 +32,7 @@ from asyncrl.algorithms.recipe import compose
 from asyncrl.buffer.packing import Piece, micro_batches
 from asyncrl.config import RunConfig, described_recomputation
 from asyncrl.data.storage import stored_sample_image_ids
+from asyncrl.episodes.image_checks import require_images
 from asyncrl.errors import recorded
 from asyncrl.runtime.liveness import silence_limit
 from asyncrl.trainer import report
@@ -46,7 +47,6 @@ from asyncrl.trainer.batch import (
     with_values,
 )
 from asyncrl.trainer.footprint import RECOMPUTED_EVERY, least_recomputation
-from asyncrl.trainer.image_checks import require_trainable_images
 from asyncrl.trainer.images import ImagePixels, contains_images, digests_in
 from asyncrl.trainer.layers import compiled_graphs
 from asyncrl.trainer.loading import master_dtype
@@ -203,7 +203,7 @@ class Learner:
         if self._image_pixels is None:
             self._image_pixels = ImagePixels(
                 self.config.model.path,
-                require_trainable_images(self.config),
+                require_images(self.config),
                 silence_limit(self.config),
                 lambda wait_name: self.announce_wait(wait_name),
             )

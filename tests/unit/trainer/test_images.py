@@ -20,6 +20,7 @@ from torch import Tensor
 from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.config import ModelConfig, Packing
 from asyncrl.engines.torch.engine import replace_weights
+from asyncrl.episodes.image_checks import require_images
 from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import ConfigError, DeadlineError, ProtocolError
 from asyncrl.launch.models import check_model
@@ -28,7 +29,6 @@ from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer import images
 from asyncrl.trainer.attention import use_forest_attention
 from asyncrl.trainer.batch import collate, training_sample
-from asyncrl.trainer.image_checks import require_trainable_images
 from asyncrl.trainer.images import ImagePixels, digests_of
 from asyncrl.trainer.model import Policy, load_policy
 from asyncrl.trainer.performance import FlopCount
@@ -549,7 +549,7 @@ def test_a_step_without_images_leaves_a_trained_tower_as_it_is(
 
 def test_sequence_parallel_does_not_go_with_images(model_paths: Callable[[str], str]) -> None:
     path = model_paths("qwen3_vl")
-    assert require_trainable_images(tiny_config(path)) == read_image_layout(path)
+    assert require_images(tiny_config(path)) == read_image_layout(path)
     parts = EpisodeParts(tiny_config(path, trainer={"ranks": 2, "sequence_parallel": 2}))
     assert parts.image_layout is None, "images of tools become notes"
     complaint = r"trainer\.sequence_parallel=2 does not work with images; set trainer\.sequence_parallel=1"
@@ -565,8 +565,10 @@ def test_a_reference_must_read_images_like_the_policy(model_paths: Callable[[str
         str(DEMO_MODEL): r"the model \(type \w+\) reads text only",
     }
     for reference, complaint in complaints.items():
+        parts = EpisodeParts(tiny_config(path, kl={"where": "loss", "reference": reference}))
         with pytest.raises(ConfigError, match=complaint):
-            require_trainable_images(tiny_config(path, kl={"where": "loss", "reference": reference}))
+            parts.require_images()
+        assert parts.image_layout is None, "images of tools become notes"
 
 
 @pytest.mark.full
@@ -576,7 +578,7 @@ def test_an_architecture_of_text_alone_reads_no_images(tmp_path: Path) -> None:
     settings = json.loads(config_file.read_text())
     config_file.write_text(json.dumps(settings | {"architectures": ["Qwen3_5ForCausalLM"]}))
     with pytest.raises(ConfigError, match="names a text-only class, so the model reads no images"):
-        require_trainable_images(tiny_config(path))
+        require_images(tiny_config(path))
 
 
 def test_adapters_do_not_train_the_tower() -> None:
