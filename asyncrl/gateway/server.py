@@ -18,7 +18,7 @@ import socket
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -411,7 +411,7 @@ class Gateway:
 
         body = await self._read_body(request, running_episode)
         exchange = await _read_exchange(dialect, body, running_episode.host.images)
-        self._log_unheeded(body, exchange)
+        self._log_unheeded(exchange.unheeded)
 
         agent_request = exchange.agent_request
         open_request = OpenRequest(request, dialect, exchange, _attempt(request))
@@ -485,12 +485,12 @@ class Gateway:
 
         return body
 
-    def _log_unheeded(self, body: bytes, exchange: Exchange) -> None:
-        # Otherwise invented fields would cost loop time in each request.
+    def _log_unheeded(self, unheeded: Mapping[str, str]) -> None:
+        """Log each ignored part of a request once. `unheeded`: see `Exchange`."""
+        # Otherwise invented names would cost loop time in each request.
         if len(self._logged_fields) >= exchanges.MAX_LOGGED_FIELDS:
             return
 
-        unheeded = exchanges.without_effect(body, exchange.request) | exchange.left_out
         new_names = sorted(unheeded.keys() - self._logged_fields)
         free_lines = exchanges.MAX_LOGGED_FIELDS - len(self._logged_fields)
         for field_name in new_names[:free_lines]:

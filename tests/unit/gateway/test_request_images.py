@@ -328,6 +328,14 @@ def test_the_images_of_an_episode_are_bounded(
         read_messages(completions.read, chat_body(RED, BLUE), RequestImages(IMAGE_LAYOUT))
 
 
+@every_dialect
+def test_an_exchange_keeps_no_base64_during_the_turn(
+    read: Read, body: Callable[..., dict[str, Any]], separator: str
+) -> None:
+    exchange = read(json.dumps(body(RED)).encode(), RequestImages(IMAGE_LAYOUT))
+    assert RED not in repr(vars(exchange))
+
+
 @served
 async def test_a_request_to_a_model_that_reads_images_may_be_larger(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
