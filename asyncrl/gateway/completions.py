@@ -8,11 +8,13 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from asyncrl.gateway.exchange import (
     MODEL,
     AgentReply,
     ApiDialect,
+    Body,
     ContentPart,
     Event,
     Exchange,
@@ -85,10 +87,11 @@ UNSUPPORTED_FIELDS = {
 }
 
 
-def read(body: bytes, images: RequestImages = TEXT_ONLY) -> ChatExchange:
+def read(body: Body, images: RequestImages = TEXT_ONLY) -> ChatExchange:
     """Read a request. ApiError for an invalid request, or an unsupported option; ImageError for a bad
     image."""
-    return ChatExchange(read_body(body, ChatRequest, UNSUPPORTED_FIELDS), images)
+    request, unheeded_fields = read_body(body, ChatRequest, UNSUPPORTED_FIELDS)
+    return ChatExchange(request, unheeded_fields, images)
 
 
 DIALECT = ApiDialect(read, openai_error)
@@ -99,13 +102,15 @@ def _message(chat_message: ChatMessage, images: RequestImages) -> Message:
     content = content_of(chat_message.content, TEXT_ONLY if is_answer else images)
     calls = [(call.function, call.id or "") for call in chat_message.tool_calls or ()]
     return Message(
-        chat_message.role,
-        content.text,
-        tuple(tool_call(function.name, function.arguments or "", wire_id) for function, wire_id in calls),
-        chat_message.tool_call_id or "",
-        chat_message.name or "",
-        chat_message.reasoning_content or "",
-        content.images,
+        role=chat_message.role,
+        content=content.text,
+        tool_calls=tuple(
+            tool_call(function.name, function.arguments or "", wire_id) for function, wire_id in calls
+        ),
+        tool_call_id=chat_message.tool_call_id or "",
+        name=chat_message.name or "",
+        reasoning=chat_message.reasoning_content or "",
+        images=content.images,
     )
 
 
@@ -114,9 +119,9 @@ class ChatExchange(Exchange):
 
     request: ChatRequest
 
-    def __init__(self, request: ChatRequest, images: RequestImages) -> None:
-        self.request = request
-        self.left_out = {}
+    def __init__(self, request: ChatRequest, unheeded_fields: dict[str, str], images: RequestImages) -> None:
+        self.request = replace(request, messages=[])
+        self.unheeded = unheeded_fields
         token_limits = filter(None, (request.max_tokens, request.max_completion_tokens))
         self.agent_request = agent_request(
             (_message(message, images) for message in request.messages),

@@ -23,7 +23,7 @@ from asyncrl.errors import UNDECODABLE, AsyncrlError
 from asyncrl.gateway.images import RequestContent, RequestImages
 from asyncrl.types import EpisodeEnd, Message, ToolCall, Turn
 
-T = TypeVar("T")
+RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
 MODEL = "policy"
 IGNORED_FIELDS = (
@@ -102,13 +102,14 @@ def encode_events(events: Iterable[Event]) -> bytes:
 
 
 class Exchange(Protocol):
-    """A request of an API, and the API's way to answer: in one piece, or as events. `left_out`: parts that
-    the model does not get, and why."""
+    """A request of an API, and the API's way to answer: in one piece, or as events. `request`: the request
+    without the conversation, whose images may have 64 MiB. `unheeded`: fields and other parts without their
+    usual effect, and what happens to them."""
 
     request: Any
     agent_request: AgentRequest
     count: int = 1
-    left_out: dict[str, str]
+    unheeded: dict[str, str]
 
     def full_answer(self, replies: Sequence[AgentReply]) -> dict[str, Any]: ...
     def begin(self, prompt_tokens: int) -> Iterator[Event]: ...
@@ -120,11 +121,15 @@ class Exchange(Protocol):
     def end(self, replies: Sequence[AgentReply]) -> Iterator[Event]: ...
 
 
+Body = bytes | bytearray
+"""The body of a request as received. Making bytes of a bytearray would copy up to 64 MiB."""
+
+
 @dataclass(frozen=True)
 class ApiDialect:
     """An API's requests and errors, and the bytes behind the last event of its streams."""
 
-    read: Callable[[bytes, RequestImages], Exchange]
+    read: Callable[[Body, RequestImages], Exchange]
     error: Callable[[ApiError], dict[str, Any]]
     done: bytes = b"data: [DONE]\n\n"
 
@@ -180,11 +185,15 @@ FORM_FIELDS = ("tool_choice", "parallel_tool_calls", "response_format", "text")
 ModelName = Annotated[str, Meta(max_length=256)]  # any text: the name of the agent
 
 
-def read_body(body: bytes, request_type: type[T], unsupported: Mapping[str, str]) -> T:
-    """Decode the body of a request. ApiError for an unreadable body, or with advice for the fields
-    `unsupported`."""
+def read_body(
+    body: Body, request_type: type[RequestT], unsupported: Mapping[str, str]
+) -> tuple[RequestT, dict[str, str]]:
+    """Decode the body of a request. Return the request, and the fields without their usual effect: see
+    `without_effect`. ApiError for an unreadable body, or with advice for the fields `unsupported`."""
     try:
-        request = msgspec.json.decode(body, type=request_type)
+        # The typed decoder would drop the names of unknown fields.
+        sent_fields = msgspec.json.decode(body)
+        request = msgspec.convert(sent_fields, type=request_type)
     except UNDECODABLE as error:
         raise ApiError(400, f"the request cannot be read: {error}") from error
 
@@ -192,7 +201,7 @@ def read_body(body: bytes, request_type: type[T], unsupported: Mapping[str, str]
         if getattr(request, field_name):
             raise ApiError(400, f"{field_name} is not supported: {advice}", "unsupported_parameter")
 
-    return request
+    return request, without_effect(sent_fields, request_type)
 
 
 def agent_request(
@@ -215,7 +224,13 @@ def agent_request(
 
     choice_kind = tool_choice.get("type") if isinstance(tool_choice, dict) else tool_choice
     schemas = () if choice_kind == "none" else tuple(map(_tool_schema, tools))
-    return AgentRequest(conversation, schemas, max_tokens, tuple(stops), model or MODEL)
+    return AgentRequest(
+        messages=conversation,
+        tools=schemas,
+        max_new_tokens=max_tokens,
+        stops=tuple(stops),
+        agent=model or MODEL,
+    )
 
 
 def _template_messages(messages: Iterable[Message]) -> Iterator[Message]:
@@ -232,16 +247,15 @@ def _template_messages(messages: Iterable[Message]) -> Iterator[Message]:
         )
 
 
-def without_effect(body: bytes, request: Any) -> dict[str, str]:
-    """Return fields of a body, among the first MAX_LOGGED_FIELDS, that lack their usual effect, with the
-    effect."""
-    effects = dict.fromkeys(request.__struct_fields__, "") | dict.fromkeys(FORM_FIELDS, HINT_EFFECT)
+def without_effect(sent_fields: Mapping[str, Any], request_type: type[msgspec.Struct]) -> dict[str, str]:
+    """Return those of the first MAX_LOGGED_FIELDS fields of a body that lack their usual effect, with the
+    effect. `sent_fields`: values by name. `request_type` has the fields that a dialect knows."""
+    effects = dict.fromkeys(request_type.__struct_fields__, "") | dict.fromkeys(FORM_FIELDS, HINT_EFFECT)
     effects |= dict.fromkeys(IGNORED_FIELDS, SAMPLING_EFFECT)
-    sent_fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     unheeded_fields = {}
     for field_name, value in itertools.islice(sent_fields.items(), MAX_LOGGED_FIELDS):
         effect = effects.get(field_name, "has no effect")
-        if effect and bytes(value) not in (b"null", b'"auto"'):
+        if effect and value not in (None, "auto"):
             unheeded_fields[field_name] = effect
 
     return unheeded_fields

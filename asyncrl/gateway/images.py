@@ -8,7 +8,6 @@ Agents send all images again with each request. A model that reads text only get
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -40,8 +39,8 @@ class RequestContent(NamedTuple):
 
 
 class RequestImages:
-    """Reads the images in the requests of an episode; threads may share the object. `layout`: None for a
-    model that reads text only. `add_image` takes an image into the episode."""
+    """Reads the images in the requests of an episode, one request at a time, as the gateway takes them.
+    `layout`: None for a model that reads text only. `add_image` takes an image into the episode."""
 
     def __init__(
         self,
@@ -50,7 +49,6 @@ class RequestImages:
     ) -> None:
         self.layout = layout
         self._add_image = add_image
-        self._lock = threading.Lock()  # an agent keeps one thread busy at a time
         self._prepared: dict[bytes, ImageRef] = {}  # by the hash of the base64
         self._stored_bytes = 0
 
@@ -80,10 +78,9 @@ class RequestImages:
             return RequestContent(IMAGE_NOTE)
 
         key = hashlib.blake2b(encoded_file.encode(errors="replace"), digest_size=16).digest()
-        with self._lock:
-            if key not in self._prepared:
-                self._prepared[key] = self._prepare(encoded_file, self.layout)
-            return RequestContent(IMAGE_MARK, (self._prepared[key],))
+        if key not in self._prepared:
+            self._prepared[key] = self._prepare(encoded_file, self.layout)
+        return RequestContent(IMAGE_MARK, (self._prepared[key],))
 
     def _prepare(self, encoded_file: str, layout: ImageLayout) -> ImageRef:
         if len(self._prepared) >= MAX_EPISODE_IMAGES:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from asyncrl.gateway.completions import MAX_STOPS, Stop
 from asyncrl.gateway.exchange import (
@@ -22,6 +23,7 @@ from asyncrl.gateway.exchange import (
     AgentReply,
     ApiDialect,
     ApiError,
+    Body,
     Event,
     Exchange,
     Limit,
@@ -100,17 +102,17 @@ class MessagesRequest(msgspec.Struct, frozen=True):
     thread: Any = None
 
 
-def read(body: bytes, images: RequestImages = TEXT_ONLY) -> MessagesExchange:
+def read(body: Body, images: RequestImages = TEXT_ONLY) -> MessagesExchange:
     """Read a request. ImageError for a bad image. ApiError for an invalid request, and for a request that
     continues a stored conversation: Anthropic's clients know that code, and send all messages again."""
-    request = read_body(body, MessagesRequest, {})
+    request, unheeded_fields = read_body(body, MessagesRequest, {})
     if request.thread is not None:
         text = (
             "thread is not supported: conversations are not stored; send all messages "
             "(set thread=False in tool runners)"
         )
         raise ApiError(400, text, "thread_unsupported_request")
-    return MessagesExchange(request, images)
+    return MessagesExchange(request, unheeded_fields, images)
 
 
 def write_error(error: ApiError) -> dict[str, Any]:
@@ -215,25 +217,27 @@ class MessagesExchange(Exchange):
 
     request: MessagesRequest
 
-    def __init__(self, request: MessagesRequest, images: RequestImages) -> None:
-        self.request = request
+    def __init__(
+        self, request: MessagesRequest, unheeded_fields: dict[str, str], images: RequestImages
+    ) -> None:
+        self.request = replace(request, messages=[])
+        self.unheeded = unheeded_fields
         system_lines = _blocks_content(_blocks(request.system), TEXT_ONLY).text.split("\n")
         unbilled_lines = [line for line in system_lines if not line.startswith(BILLING_HEADER)]
         system_text = "\n".join(unbilled_lines)
         system_messages = [Message("system", system_text)] if system_text else []
 
-        self.left_out = {}
         functions = []  # the tools as chat completions write them
         for tool in request.tools or ():
             if tool.input_schema is None:
-                self.left_out[f"the tool {tool.type or tool.name!r}"] = "has no schema and is left out"
+                self.unheeded[f"the tool {tool.type or tool.name!r}"] = "has no schema and is left out"
                 continue
             description = {"description": tool.description} if tool.description else {}
             function = {"name": tool.name, **description, "parameters": tool.input_schema}
             functions.append({"type": "function", "function": function})
 
         if len(unbilled_lines) < len(system_lines):
-            self.left_out["a billing header"] = BILLING_EFFECT
+            self.unheeded["a billing header"] = BILLING_EFFECT
 
         self.agent_request = agent_request(
             [*system_messages, *_conversation_messages(request.messages, images)],

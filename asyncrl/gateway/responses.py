@@ -24,6 +24,7 @@ from asyncrl.gateway.exchange import (
     AgentReply,
     ApiDialect,
     ApiError,
+    Body,
     ContentPart,
     Event,
     Exchange,
@@ -103,10 +104,11 @@ UNSUPPORTED_FIELDS = {
 }
 
 
-def read(body: bytes, images: RequestImages = TEXT_ONLY) -> ResponsesExchange:
+def read(body: Body, images: RequestImages = TEXT_ONLY) -> ResponsesExchange:
     """Read a request. ApiError for an invalid request, or an unsupported option; ImageError for a bad
     image."""
-    return ResponsesExchange(read_body(body, ResponsesRequest, UNSUPPORTED_FIELDS), images)
+    request, unheeded_fields = read_body(body, ResponsesRequest, UNSUPPORTED_FIELDS)
+    return ResponsesExchange(request, unheeded_fields, images)
 
 
 DIALECT = ApiDialect(read, openai_error)
@@ -223,8 +225,10 @@ class ResponsesExchange(Exchange):
 
     request: ResponsesRequest
 
-    def __init__(self, request: ResponsesRequest, images: RequestImages) -> None:
-        self.request = request
+    def __init__(
+        self, request: ResponsesRequest, unheeded_fields: dict[str, str], images: RequestImages
+    ) -> None:
+        self.request = replace(request, input="")
         items = list[Item]()
         if request.instructions:
             items.append(Item(role="system", content=request.instructions))
@@ -236,7 +240,7 @@ class ResponsesExchange(Exchange):
         tools = list(wire_tools(request.tools or []))
         kinds = {str(tool.get("type")) for tool in request.tools or ()}
         hosted_kinds = kinds - {"function", "custom", "namespace"}
-        self.left_out = {f"a tool of type {kind!r}": "is left out" for kind in hosted_kinds}
+        self.unheeded = unheeded_fields | {f"a tool of type {kind!r}": "is left out" for kind in hosted_kinds}
         self._tools_by_name = {tool.function["name"]: tool for tool in tools}
         if same_names := [tool for tool in tools if self._tools_by_name[tool.function["name"]] != tool]:
             raise ApiError(

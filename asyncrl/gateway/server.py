@@ -18,8 +18,8 @@ import socket
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +40,7 @@ from asyncrl.gateway.exchange import (
     AgentReply,
     ApiDialect,
     ApiError,
+    Body,
     Event,
     Exchange,
     Listener,
@@ -57,9 +58,16 @@ MAX_BODY_BYTES = 16 << 20  # of a request to a model that reads text only
 MAX_IMAGE_BODY_BYTES = 64 << 20
 MAX_READ_TWICE_BYTES = 1 << 20  # of a request that may turn out to have images only while it is read
 MAX_PARTS = 300_000  # brackets and commas of a request, texts included: they bound the cost of decoding
+COUNT_STEP = 1 << 20  # bytes in which brackets and commas are counted at a time, as this holds Python's lock
 READ_SECONDS = 60.0  # for the body of a request to arrive
 LINGER_SECONDS = 1.0  # for a client to find the answer to a request that was not read to the end
-MAX_CONCURRENT_BODIES = 4  # requests of an episode whose bodies are read at once
+MAX_CONCURRENT_BODIES = 4  # requests of an episode that are received or decoded at once
+# The same for a model that reads images: the bodies of an episode take 64 MiB in either case, and an agent
+# keeps one thread busy at a time.
+MAX_CONCURRENT_IMAGE_BODIES = 1
+# Threads of a worker that decode requests with images: more than decode images at once (MAX_DECODERS), so
+# that an episode with many images lets requests of other episodes through between two images.
+IMAGE_THREADS = 8
 STOP_SECONDS = 2.0  # for connections to end when the server ends
 HEARTBEAT_SECONDS = 8.0  # between two signs of life of a stream
 # Until the first sign of life of an answer in one piece: proxies wait for 60 s, clients for 300 s. An error
@@ -133,7 +141,7 @@ class Host(Protocol):
 
     @property
     def images(self) -> RequestImages:
-        """Return what reads the images of the episode's requests."""
+        """Return what reads the images of the episode's requests: the same object each time."""
         raise NotImplementedError
 
     async def answer(
@@ -187,7 +195,16 @@ class _RunningEpisode:
     open_requests: set[OpenRequest] = field(default_factory=set)
     unanswered_tries: Counter[tuple[AgentRequest, int]] = field(default_factory=Counter)
     own_listeners: list[asyncio.Server] = field(default_factory=list)  # listeners for this episode alone
-    body_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CONCURRENT_BODIES))
+    body_slots: asyncio.Semaphore = field(init=False)  # taken until the request is decoded
+
+    def __post_init__(self) -> None:
+        slot_count = MAX_CONCURRENT_IMAGE_BODIES if self.reads_images else MAX_CONCURRENT_BODIES
+        self.body_slots = asyncio.Semaphore(slot_count)
+
+    @property
+    def reads_images(self) -> bool:
+        """Return True if the episode's model reads images."""
+        return self.host.images.layout is not None
 
     def note_unanswered(self, request: OpenRequest) -> None:
         """Note, once, that a try has ended without an answer: the client may try again."""
@@ -289,6 +306,8 @@ class Gateway:
         self.running_episodes: dict[str, _RunningEpisode] = {}  # by key
         self._logged_fields: set[str] = set()  # ignored fields that were logged
         self._base_url = ""
+        # The loop's default threads encode requests to servers, which must not wait for images of agents.
+        self._image_threads = ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="gateway-images")
 
         app = web.Application(middlewares=[self._boundary])
         app.router.add_get("/v1/models", self._list_models)
@@ -339,6 +358,7 @@ class Gateway:
         if self._listener is not None:
             self._listener.close()
         await self._runner.cleanup()
+        self._image_threads.shutdown(wait=False, cancel_futures=True)
         self._unread_requests.log_counts()
 
     @asynccontextmanager
@@ -398,8 +418,7 @@ class Gateway:
 
     async def _handle_count(self, request: web.Request) -> web.StreamResponse:
         running_episode = self._episode_of_key(request)
-        body = await self._read_body(request, running_episode)
-        exchange = await _read_exchange(messages.DIALECT, body, running_episode.host.images)
+        exchange = await self._read_exchange(request, running_episode, messages.DIALECT)
         return _json_response({"input_tokens": await running_episode.host.count(exchange.agent_request)})
 
     async def _handle_exchange(self, request: web.Request) -> web.StreamResponse:
@@ -409,12 +428,13 @@ class Gateway:
         if not running_episode.first_request.done():
             running_episode.first_request.set_result(None)
 
-        body = await self._read_body(request, running_episode)
-        exchange = await _read_exchange(dialect, body, running_episode.host.images)
-        self._log_unheeded(body, exchange)
+        exchange = await self._read_exchange(request, running_episode, dialect)
+        self._log_unheeded(exchange.unheeded)
 
         agent_request = exchange.agent_request
-        open_request = OpenRequest(request, dialect, exchange, _attempt(request))
+        open_request = OpenRequest(
+            request=request, dialect=dialect, exchange=exchange, attempt=_attempt(request)
+        )
         equal_requests = [
             earlier
             for earlier in running_episode.open_requests
@@ -433,11 +453,13 @@ class Gateway:
             self._episode_of_key(request)  # the episode may be over
             events = _Events(exchange) if exchange.request.stream else None
             task = asyncio.ensure_future(
-                running_episode.host.answer(agent_request, exchange.count, events, open_request.attempt)
+                running_episode.host.answer(
+                    agent_request, exchange.count, listener=events, attempt=open_request.attempt
+                )
             )
             running_episode.answer_tasks.add(task)
             task.add_done_callback(running_episode.answer_tasks.discard)
-            return await self._send_answer(running_episode, open_request, task, events)
+            return await self._send_answer(running_episode, open_request, answer_task=task, events=events)
         except BaseException:
             running_episode.note_unanswered(open_request)
             raise
@@ -447,29 +469,37 @@ class Gateway:
             else:
                 task.add_done_callback(finish)
 
-    async def _read_body(self, request: web.Request, running_episode: _RunningEpisode) -> bytes:
-        """Read a request body, and wait until the body may be decoded. ApiError when the body does not
-        arrive, is compressed (a few bytes could become gigabytes) or too large, or the episode ends
-        meanwhile. Slow bodies delay only requests of the same episode."""
+    async def _read_exchange(
+        self, request: web.Request, running_episode: _RunningEpisode, dialect: ApiDialect
+    ) -> Exchange:
+        """Receive and decode a request. Waits for a slot of the episode, and until the episode may take the
+        loop's time: slow bodies delay only requests of the same episode. ApiError, also when the episode ends
+        meanwhile; ImageError."""
+        async with running_episode.body_slots:
+            self._episode_of_key(request)  # the episode may be over
+            body = await self._receive_body(request, running_episode)
+            await self._connections.loop_times.until_released(running_episode)
+            self._episode_of_key(request)
+            return await self._decode_exchange(dialect, body, running_episode.host.images)
+
+    async def _receive_body(self, request: web.Request, running_episode: _RunningEpisode) -> bytearray:
+        """Receive the body of a request. ApiError when the body does not arrive, is compressed (a few bytes
+        could become gigabytes) or too large."""
         codings = ", ".join(request.headers.getall("Content-Encoding", ())).strip()
         if codings.lower() not in ("", "identity"):
             raise ApiError(
                 415, f"Content-Encoding {shorten_to_line(codings)}: requests must not be compressed"
             )
-        reads_images = running_episode.host.images.layout is not None
-        max_bytes = MAX_IMAGE_BODY_BYTES if reads_images else MAX_BODY_BYTES
+        max_bytes = MAX_IMAGE_BODY_BYTES if running_episode.reads_images else MAX_BODY_BYTES
         if (request.content_length or 0) > max_bytes:
             raise _too_large(max_bytes)
 
+        body = bytearray()
         try:
-            async with (
-                self._connections.loop_times.reading_timeout(running_episode, READ_SECONDS),
-                running_episode.body_slots,
-            ):
-                received = bytearray()
+            async with self._connections.loop_times.reading_timeout(running_episode, READ_SECONDS):
                 while chunk := await request.content.readany():
-                    received += chunk
-                    if len(received) > max_bytes:
+                    body += chunk
+                    if len(body) > max_bytes:
                         raise _too_large(max_bytes)
         except TimeoutError as error:
             arrival_problem = f"the request body did not arrive within {READ_SECONDS:g} s; send it again"
@@ -478,19 +508,21 @@ class Gateway:
             body_problem = "the request body contains invalid chunks, or does not have the announced length"
             raise ApiError(400, body_problem) from error
 
-        await self._connections.loop_times.until_released(running_episode)
-        self._episode_of_key(request)  # the episode may be over
-        body = bytes(received)
-        _check_parts(body)
-
         return body
 
-    def _log_unheeded(self, body: bytes, exchange: Exchange) -> None:
-        # Otherwise invented fields would cost loop time in each request.
+    async def _decode_exchange(self, dialect: ApiDialect, body: Body, images: RequestImages) -> Exchange:
+        """Decode a request; in a thread if it is long or has images to decode. ApiError, ImageError."""
+        if images.layout is None or len(body) <= MAX_READ_TWICE_BYTES:
+            with suppress(HasImageError):
+                return _decode_checked(dialect, body, images.without_images())
+        return await to_its_end(partial(_decode_checked, dialect, body, images), self._image_threads)
+
+    def _log_unheeded(self, unheeded: Mapping[str, str]) -> None:
+        """Log each ignored part of a request once. `unheeded`: see `Exchange`."""
+        # Otherwise invented names would cost loop time in each request.
         if len(self._logged_fields) >= exchanges.MAX_LOGGED_FIELDS:
             return
 
-        unheeded = exchanges.without_effect(body, exchange.request) | exchange.left_out
         new_names = sorted(unheeded.keys() - self._logged_fields)
         free_lines = exchanges.MAX_LOGGED_FIELDS - len(self._logged_fields)
         for field_name in new_names[:free_lines]:
@@ -641,14 +673,6 @@ async def _end_earlier_tries(
             await earlier.finished.wait()
 
 
-async def _read_exchange(dialect: ApiDialect, body: bytes, images: RequestImages) -> Exchange:
-    """Read a request; in a thread if it is long or has images to decode. ApiError, ImageError."""
-    if images.layout is None or len(body) <= MAX_READ_TWICE_BYTES:
-        with suppress(HasImageError):
-            return dialect.read(body, images.without_images())
-    return await to_its_end(partial(dialect.read, body, images))
-
-
 def _too_large(max_bytes: int) -> ApiError:
     # The first words tell opencode and qwen-code that the history must become shorter.
     return ApiError(
@@ -658,9 +682,22 @@ def _too_large(max_bytes: int) -> ApiError:
     )
 
 
-def _check_parts(body: bytes) -> None:
+def _decode_checked(dialect: ApiDialect, body: Body, images: RequestImages) -> Exchange:
+    """Decode a request whose brackets and commas are counted before. ApiError, ImageError."""
+    _check_parts(body)
+    return dialect.read(body, images)
+
+
+def _check_parts(body: Body) -> None:
     """Raise ApiError for a body that would take too much time and memory to decode."""
-    if len(body) > MAX_PARTS and len(body.translate(None, OTHER_BYTES)) > MAX_PARTS:
+    if len(body) <= MAX_PARTS:
+        return
+
+    part_count = sum(
+        len(body[start : start + COUNT_STEP].translate(None, OTHER_BYTES))
+        for start in range(0, len(body), COUNT_STEP)
+    )
+    if part_count > MAX_PARTS:
         count = f"{MAX_PARTS:,} brackets and commas"
         raise ApiError(413, f"the request contains more than {count}; send fewer or shorter messages")
 

@@ -25,6 +25,7 @@ from asyncrl.gateway.exchange import (
     AgentReply,
     ApiDialect,
     ApiError,
+    Body,
     Event,
     Exchange,
     Limit,
@@ -57,12 +58,12 @@ class TextRequest(msgspec.Struct, frozen=True):
 UNSUPPORTED_FIELDS = {"echo": "you already have the prompt", "suffix": "text can only be continued"}
 
 
-def read(body: bytes, images: RequestImages = TEXT_ONLY) -> TextExchange:
+def read(body: Body, images: RequestImages = TEXT_ONLY) -> TextExchange:
     """Read a request. ApiError for an invalid request, or an unsupported option."""
-    request = read_body(body, TextRequest, UNSUPPORTED_FIELDS)
+    request, unheeded_fields = read_body(body, TextRequest, UNSUPPORTED_FIELDS)
     if request.best_of not in (None, request.n or 1):
         raise ApiError(400, "best_of is not supported: use n", "unsupported_parameter")
-    return TextExchange(request)
+    return TextExchange(request, unheeded_fields)
 
 
 DIALECT = ApiDialect(read, openai_error)
@@ -87,9 +88,9 @@ class TextExchange(Exchange):
 
     request: TextRequest
 
-    def __init__(self, request: TextRequest) -> None:
-        self.request = request
-        self.left_out = {}
+    def __init__(self, request: TextRequest, unheeded_fields: dict[str, str]) -> None:
+        self.request = replace(request, prompt=None)
+        self.unheeded = unheeded_fields
         prompt = _single_prompt(request.prompt)
         prompt_request = agent_request(
             [Message("user", prompt if isinstance(prompt, str) else "")],

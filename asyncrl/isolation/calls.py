@@ -11,6 +11,7 @@ exits_raise()                    inside this context os._exit ends the calling c
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import logging
 import os
@@ -18,7 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -41,20 +42,21 @@ class CallTimeout(AsyncrlError):
     last_wait = ""
 
 
-async def to_its_end(function: Callable[[], T]) -> T:
-    """Call the function in a thread. A cancelled call also waits for the end of the thread. Everything that
-    the function raises arrives as an Exception."""
+async def to_its_end(function: Callable[[], T], executor: Executor | None = None) -> T:
+    """Call the function in a thread of `executor`; None: of the loop's default executor. A cancelled call
+    also waits for the function's end. Everything that the function raises arrives as an Exception."""
 
     def call() -> T:
         with users_code():
             return function()
 
-    thread_task = asyncio.ensure_future(asyncio.to_thread(call))
+    context = contextvars.copy_context()
+    result_future = asyncio.get_running_loop().run_in_executor(executor, context.run, call)
 
     try:
-        return await asyncio.shield(thread_task)
+        return await asyncio.shield(result_future)
     finally:
-        await asyncio.gather(thread_task, return_exceptions=True)
+        await asyncio.gather(result_future, return_exceptions=True)
 
 
 async def call_user(function: Callable[[], Any], seconds: float) -> Any:

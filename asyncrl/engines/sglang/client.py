@@ -146,9 +146,11 @@ class SGLangClient:
         """Return log-probs of ids[1:] as `Engine.score` does, with the first adapter, if there are adapters.
         Raises EngineBusy, and EngineLost when another server may have an answer."""
         adapter = self._adapter_name_of(next(iter(self._config.adapters), ""))
-        prompt = self._prompt_writer.fields(ids, images)
+        prompt = self._prompt_writer.write_prompt(ids, files=images)
         async with self._request_slot():
-            return await self.api.score(ids, self._config.engine.request_timeout, adapter, prompt)
+            return await self.api.score(
+                ids, seconds=self._config.engine.request_timeout, adapter=adapter, prompt=prompt
+            )
 
     async def read(
         self, ids: tuple[int, ...], count: int, top: int, images: Mapping[str, bytes] = {}
@@ -163,9 +165,11 @@ class SGLangClient:
 
         start = len(ids) - count - 1
         seconds = self._config.engine.request_timeout
-        prompt = self._prompt_writer.fields(ids, images)
+        prompt = self._prompt_writer.write_prompt(ids, files=images)
         async with self._request_slot():
-            meta_info = await self.api.read(ids, seconds, start, salt=self._salt, top=top, prompt=prompt)
+            meta_info = await self.api.read(
+                ids, seconds=seconds, start=start, salt=self._salt, top=top, prompt=prompt
+            )
 
         self.use.requests += 1
         self.use.prompt_tokens += meta_info.prompt_tokens
@@ -215,7 +219,7 @@ class SGLangClient:
         sampling = request.sampling
         body: dict[str, Any] = {
             "rid": uuid.uuid4().hex,
-            **self._prompt_writer.fields(request.ids, request.images),
+            **self._prompt_writer.write_prompt(request.ids, files=request.images),
             "sampling_params": {
                 "max_new_tokens": sampling.max_new_tokens,
                 "temperature": sampling.temperature,

@@ -35,7 +35,7 @@ class PromptWriter:
         except ConfigError as error:
             return cls(layout=None, refusal=str(error))
 
-    def fields(self, ids: tuple[int, ...], files: Mapping[str, bytes]) -> dict[str, Any]:
+    def write_prompt(self, ids: tuple[int, ...], files: Mapping[str, bytes]) -> dict[str, Any]:
         """Return the fields of a request for the prompt `ids`. `files`: the stored file of each image, by
         digest. JSON has the files in base64. EngineRefused says what is wrong with the prompt."""
         with EngineRefused.instead_of(ValueError, text="the prompt has invalid ids"):

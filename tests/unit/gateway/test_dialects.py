@@ -109,23 +109,21 @@ def test_what_a_client_sends_as_a_matter_of_course_is_fine(dialect: Dialect) -> 
 @every_dialect
 def test_fields_that_do_nothing_are_named(dialect: Dialect) -> None:
     request = dialect.exchange_of([USER]).request
-    body = b'{"model": "a", "stream": null, "seed": 1, "user": "me", "top_p": null, "tool_choice": "auto"}'
-    unheeded = exchange.without_effect(body, request)
+    unheeded = dialect.exchange_of([USER], model="a", stream=None, seed=1, user="me", top_p=None).unheeded
     assert unheeded == {"seed": exchange.SAMPLING_EFFECT, "user": "has no effect"}
-    many = json.dumps({f"{number}": 1 for number in range(1000)}).encode()
-    assert len(exchange.without_effect(many, request)) == exchange.MAX_LOGGED_FIELDS
+    assert dialect.exchange_of([USER], response_format="auto").unheeded == {}
+    many_fields = {f"{number}": 1 for number in range(1000)}
+    assert len(exchange.without_effect(many_fields, type(request))) == exchange.MAX_LOGGED_FIELDS
 
 
 @every_dialect
 def test_a_form_that_is_asked_for_is_a_hint(dialect: Dialect) -> None:
     form = {"schema": {"type": "object"}, "tool_choice": "required", "parallel_tool_calls": False}
     agent_exchange = dialect.exchange_of([USER], [LOOK], **form)
-    body = dialect.body([USER], [LOOK], **form)
+    sent_fields = dialect.body([USER], [LOOK], **form)
     assert agent_exchange.agent_request == dialect.exchange_of([USER], [LOOK]).agent_request
-    notices = exchange.without_effect(json.dumps(body).encode(), agent_exchange.request)
-    assert set(notices) == body.keys() & set(exchange.FORM_FIELDS) and set(notices.values()) == {
-        exchange.HINT_EFFECT
-    }
+    hint_fields = sent_fields.keys() & set(exchange.FORM_FIELDS)
+    assert agent_exchange.unheeded == dict.fromkeys(hint_fields, exchange.HINT_EFFECT)
 
 
 def test_texts_to_stop_at() -> None:
@@ -307,7 +305,7 @@ def test_tools_of_responses_that_are_no_functions() -> None:
         names == ["mail__look", "mail__patch", "patch"]
         and "start: x" in agent_exchange.agent_request.tools[2]
     )
-    assert agent_exchange.left_out == {"a tool of type 'web_search'": "is left out"}
+    assert agent_exchange.unheeded == {"a tool of type 'web_search'": "is left out"}
     text = '{"input": "a\\nb"}'
     names = [*(("mail__look", "{}"), ("patch", text)), ("mail__patch", text)]
     tool_calls = tuple(ToolCall(*named, f"call_{number}") for number, named in enumerate(names))
@@ -361,7 +359,11 @@ def test_what_anthropics_clients_send_beside_texts() -> None:
         Message("system", "hurry"),
     )
     assert len(agent_exchange.agent_request.tools) == 1
-    assert agent_exchange.left_out.keys() == {"a billing header", "the tool 'web_search_20250305'"}
+    assert agent_exchange.unheeded.keys() == {
+        "a billing header",
+        "the tool 'web_search_20250305'",
+        "context_management",
+    }
 
 
 def test_what_clients_leave_open_may_be_null() -> None:
@@ -398,7 +400,7 @@ def test_no_text_of_anthropics_clients_is_lost() -> None:
     """A billing header takes nothing along that stands behind it; a document of text is its text."""
     agent_exchange = MESSAGES.exchange_of([USER], system=f"{messages.BILLING_HEADER} cc=1\nbe brief")
     assert agent_exchange.agent_request.messages[0] == Message("system", "be brief")
-    assert "a billing header" in agent_exchange.left_out
+    assert "a billing header" in agent_exchange.unheeded
     image = {"type": "image", "source": {"type": "base64", "data": "iVBO"}}
     sources = [
         {"type": "text", "media_type": "text/plain", "data": "one"},

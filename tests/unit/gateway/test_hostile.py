@@ -146,6 +146,7 @@ async def test_the_parts_of_a_request_are_bounded(
 ) -> None:
     """They are counted before anything is made of them."""
     monkeypatch.setattr(server, "MAX_PARTS", 1000)
+    monkeypatch.setattr(server, "COUNT_STEP", 512)
     async with gateway.admit_episode(FakeHost()) as endpoint:
         status, body = await fetch(endpoint, dialect.path, data=values(2000)[kind])
         assert (status, body["error"]["message"]) == (

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import PIL.Image
 import pytest
 
@@ -16,6 +19,7 @@ from asyncrl.gateway import Gateway, completions, images, messages, responses, s
 from asyncrl.gateway.exchange import ApiDialect, Exchange, openai_error
 from asyncrl.gateway.images import TEXT_ONLY, RequestImages
 from asyncrl.types import IMAGE_MARK, ImageRef, Message
+from asyncrl.vision import content
 from asyncrl.vision.content import IMAGE_NOTE
 from asyncrl.vision.files import ImageError, StoredImage, prepare_image
 from tests.fakes.chat import IMAGE_LAYOUT
@@ -296,7 +300,10 @@ def test_a_refused_image_leaves_room_for_a_smaller_image(monkeypatch: pytest.Mon
     assert request_images.read_base64(RED).images == (ref(RED),)
 
 
-async def test_only_requests_with_images_are_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+@served
+async def test_only_requests_with_images_are_read_in_a_thread(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[threading.Thread] = []
 
     def read(body: bytes, request_images: RequestImages) -> Exchange:
@@ -307,7 +314,7 @@ async def test_only_requests_with_images_are_read_in_a_thread(monkeypatch: pytes
         """Return whether each reading of a request was in the event loop's thread."""
         threads.clear()
         body = json.dumps(chat_body(*encoded_files)).encode()
-        exchange = await server._read_exchange(
+        exchange = await gateway._decode_exchange(
             ApiDialect(read, openai_error), body, RequestImages(IMAGE_LAYOUT)
         )
         assert exchange.agent_request.messages[0].images == tuple(map(ref, encoded_files))
@@ -328,15 +335,126 @@ def test_the_images_of_an_episode_are_bounded(
         read_messages(completions.read, chat_body(RED, BLUE), RequestImages(IMAGE_LAYOUT))
 
 
+def image_host() -> FakeHost:
+    host = FakeHost()
+    host.images = RequestImages(IMAGE_LAYOUT)
+    return host
+
+
+@served
+async def test_a_large_request_is_decoded_once_and_only_in_a_thread(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop neither copies the body nor walks it."""
+    monkeypatch.setattr(server, "MAX_READ_TWICE_BYTES", 100)
+    decode = msgspec.json.decode
+    check_parts = server._check_parts
+    walks: list[tuple[str, str, type]] = []
+
+    def note_walk(name: str, body: Any) -> None:
+        if RED.encode() in body:
+            walks.append((name, threading.current_thread().name, type(body)))
+
+    def noting_decode(body: Any, **options: Any) -> Any:
+        note_walk("decode", body)
+        return decode(body, **options)
+
+    def noting_check(body: Any) -> None:
+        note_walk("check", body)
+        check_parts(body)
+
+    monkeypatch.setattr(msgspec.json, "decode", noting_decode)
+    monkeypatch.setattr(server, "_check_parts", noting_check)
+    async with gateway.admit_episode(image_host(), lambda: 0.0) as endpoint:
+        status, _ = await fetch(endpoint, "/chat/completions", json=chat_body(RED) | {"seed": 1})
+        assert status == 200
+
+    thread_name = "gateway-images_0"
+    assert walks == [("check", thread_name, bytearray), ("decode", thread_name, bytearray)]
+
+
+@every_dialect
+def test_an_exchange_keeps_no_base64_during_the_turn(
+    read: Read, body: Callable[..., dict[str, Any]], separator: str
+) -> None:
+    exchange = read(json.dumps(body(RED)).encode(), RequestImages(IMAGE_LAYOUT))
+    assert RED not in repr(vars(exchange))
+
+
+class BusyDecoders(threading.Semaphore):
+    """Decoders that are busy with other images until the test releases them. `image_waits`: set when an image
+    of a request waits for a decoder."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.image_waits = threading.Event()
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        self.image_waits.set()
+        return super().acquire(blocking, timeout)
+
+
+@pytest.fixture
+def busy_decoders(monkeypatch: pytest.MonkeyPatch) -> BusyDecoders:
+    decoders = BusyDecoders()
+    monkeypatch.setattr(content, "_free_decoders", decoders)
+    return decoders
+
+
+@served
+async def test_slow_images_keep_no_other_work_of_threads_waiting(
+    gateway: Gateway, busy_decoders: BusyDecoders
+) -> None:
+    """Requests to servers are encoded in the loop's default threads."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    async with gateway.admit_episode(image_host(), lambda: 0.0) as endpoint:
+        request = asyncio.create_task(fetch(endpoint, "/chat/completions", json=chat_body(RED)))
+        while not busy_decoders.image_waits.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+        try:
+            async with asyncio.timeout(2):
+                await asyncio.to_thread(json.dumps, {})
+        finally:
+            busy_decoders.release(content.MAX_DECODERS)
+        assert (await request)[0] == 200
+
+
+@served
+async def test_an_episode_with_images_has_one_body_in_memory(
+    gateway: Gateway, busy_decoders: BusyDecoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests behind a request that is being decoded are not received."""
+    received_bodies: list[object] = []
+    monkeypatch.setattr(server, "MAX_READ_TWICE_BYTES", 100)
+    monkeypatch.setattr(server, "_check_parts", received_bodies.append)
+    async with (
+        gateway.admit_episode(image_host(), lambda: 0.0) as endpoint,
+        gateway.admit_episode(image_host(), lambda: 0.0) as other,
+    ):
+        requests = [
+            asyncio.create_task(fetch(endpoint, "/chat/completions", json=chat_body(RED))) for _ in range(3)
+        ]
+        while not busy_decoders.image_waits.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+        try:
+            for _ in range(5):  # another episode is served, so the three requests would have been, too
+                assert (await fetch(other, "/chat/completions", json=chat_body()))[0] == 200
+            assert len(received_bodies) == 1 + 5
+        finally:
+            busy_decoders.release(content.MAX_DECODERS)
+        assert [status for status, _ in await asyncio.gather(*requests)] == [200] * 3
+        assert len(received_bodies) == 3 + 5
+
+
 @served
 async def test_a_request_to_a_model_that_reads_images_may_be_larger(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_BODY_BYTES", 1 << 20)
     monkeypatch.setattr(server, "MAX_IMAGE_BODY_BYTES", 3 << 20)
-    image_host = FakeHost()
-    image_host.images = RequestImages(IMAGE_LAYOUT)
-    for host, limit_mib in ((FakeHost(), 1), (image_host, 3)):
+    for host, limit_mib in ((FakeHost(), 1), (image_host(), 3)):
         async with gateway.admit_episode(host, lambda: 0.0) as endpoint:
             for mebibytes in (2, 4):
                 text = "x" * (mebibytes << 20)
@@ -351,8 +469,7 @@ async def test_a_request_to_a_model_that_reads_images_may_be_larger(
 
 @served
 async def test_a_bad_image_is_an_error_of_the_client(gateway: Gateway) -> None:
-    host = FakeHost()
-    host.images = RequestImages(IMAGE_LAYOUT)
+    host = image_host()
     async with gateway.admit_episode(host, lambda: 0.0) as endpoint:
         for path, (_, body, _) in zip(
             ("/chat/completions", "/responses", "/messages"), BODIES.values(), strict=True
