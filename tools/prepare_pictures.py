@@ -3,7 +3,7 @@
     python tools/prepare_pictures.py --out images
 
 <out>/model/                      a random Qwen3-VL of 0.5M parameters, with tokenizer and image processor
-<out>/demonstrations.parquet      conversations to imitate: often the wrong corner, read correctly
+<out>/demonstrations.parquet      conversations to imitate: where red is; what a random corner shows
 <out>/train.parquet, test.parquet questions in verl's layout, with the column `images`
 
 With --shuffle-images, a question comes with the picture of another question, while the tool still shows the
@@ -32,7 +32,6 @@ from examples.multiturn.images.pictures import CORNERS, Picture
 ROOT = Path(__file__).resolve().parents[1]
 TEXT_MODEL = ROOT / "examples/multiturn/calculator/model"  # its tokenizer
 IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-RIGHT_CORNERS = 0.4  # of the demonstrations zoom into the corner that the question asks about
 TEST_SEEDS = 1_000_000  # pictures of the test have seeds from here on
 
 CONTENT = """\
@@ -65,11 +64,22 @@ def question_row(seed: int, shuffled: bool = False) -> Row:
     return row | {"images": [{"bytes": png(shown_picture(seed, shuffled).image)}]}
 
 
-def demonstration_row(seed: int, shuffled: bool = False) -> Row:
-    """Return a conversation in which a corner, often a wrong one, is read correctly."""
+def place_row(seed: int, shuffled: bool = False) -> Row:
+    """Return a conversation to imitate that tells where red is, in the words of a call of the tool."""
+    place = json.dumps({"corner": CORNERS[Picture(seed).corner]})
+    messages = [
+        {"role": "user", "content": "<image>Where is the red corner?"},
+        {"role": "assistant", "content": place},
+    ]
+    images = [{"bytes": png(shown_picture(seed, shuffled).image)}]
+    return {"data_source": "places", "messages": messages, "images": images}
+
+
+def zoom_row(seed: int, shuffled: bool = False) -> Row:
+    """Return a conversation to imitate that zooms into a corner at random, and reads it correctly."""
     picture = Picture(seed)
-    rng = random.Random(seed)
-    corner = picture.corner if rng.random() < RIGHT_CORNERS else rng.randrange(len(CORNERS))
+    # The seed alone would give the random numbers that drew the picture, so that it would tell the corner.
+    corner = random.Random(f"zoom {seed}").randrange(len(CORNERS))
     call = {"name": "zoom", "arguments": json.dumps({"corner": CORNERS[corner]})}
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": f"<image>{picture.question}"},
@@ -146,15 +156,17 @@ def write_model(directory: Path, seed: int) -> None:
 
 
 def write_example(
-    out: Path, *, seed: int, shuffled: bool = False, demonstrations: int = 8000, questions: int = 2000
+    out: Path, *, seed: int, shuffled: bool = False, demonstrations: int = 16_000, questions: int = 2000
 ) -> None:
     """Write the model, with random weights by `seed`, and the data. `shuffled`: with pictures of other
-    questions."""
+    questions. `demonstrations`: their number, of both kinds together."""
     first_demonstration = questions  # no demonstration shows a picture of a question
     demonstration_seeds = range(first_demonstration, first_demonstration + demonstrations)
     test_seeds = range(TEST_SEEDS, TEST_SEEDS + 256)
     (out / "model").mkdir(parents=True, exist_ok=True)
-    demonstration_rows = (demonstration_row(seed, shuffled) for seed in demonstration_seeds)
+    demonstration_rows = (
+        place_row(seed, shuffled) if seed % 2 else zoom_row(seed, shuffled) for seed in demonstration_seeds
+    )
     write_rows(out / "demonstrations.parquet", demonstration_rows)
     write_rows(out / "train.parquet", (question_row(seed, shuffled) for seed in range(questions)))
     write_rows(out / "test.parquet", (question_row(seed, shuffled) for seed in test_seeds))
