@@ -228,7 +228,7 @@ class Learner:
         without those that are lost."""
         planned_work = list(work)
         self.image_pixels.add_files(image_files)
-        reasons = self.image_pixels.unreadable_episodes(
+        reasons = self.image_pixels.read_images_of_episodes(
             {planned.uid: turns for planned, turns in planned_work}
         )
         for uid, reason in reasons.items():
