@@ -77,7 +77,7 @@ class RunStore:
 
     def put_image(self, uid: str, turn: int, digest: str, file: bytes) -> None:
         """Store the file of an image that a turn or its replies brought into the episode. A file that is
-        stored in one of the newest two segments is not written again, unless it could not be read there: older
+        stored in one of the newest two segments, and was not found damaged there, is not written again: older
         segments would be kept for it."""
         key = (uid, turn, image_kind(digest))
         self.put_frame(*key, file)

@@ -4,9 +4,9 @@
                         │          └─ kept by digest, up to PIXEL_CACHE_BYTES
                         └► episodes to leave out: a faulty worker may have stored other files
 
-The images of a part of the plan are read before the part is trained. Pixels beyond PIXEL_CACHE_BYTES are not
-kept, and read again for their micro-batch. Files stay until the batch is complete, as a batch behind a barrier
-is read several times.
+The images of a part of the plan are read before the part is trained; pixels beyond PIXEL_CACHE_BYTES are not
+kept, and read again for their micro-batch. Files stay until the batch is complete, as a batch behind a
+barrier is read several times.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ class ImagePixels:
         self._files = {}
 
     def read_images_of_episodes(self, turns_by_uid: Mapping[str, Sequence[Turn]]) -> dict[str, str]:
-        """Read all images of episodes, whose files were added before, and keep the pixels of the first images
-        that fit into the cache. Returns by uid why episodes cannot be trained: an image is lost or damaged, or
-        its file has another size than its ids say. DeadlineError if reading takes too long."""
+        """Read all images of episodes, whose files were added before, and keep the pixels of the first ones, up
+        to PIXEL_CACHE_BYTES. Returns by uid why episodes cannot be trained: an image is lost or damaged,
+        or its file has another size than its ids say. DeadlineError if reading takes too long."""
         runs_by_uid = {
             uid: [run for turn in turns for ids in (turn.context, turn.taught) for run in find_runs(ids)]
             for uid, turns in turns_by_uid.items()
@@ -218,8 +218,8 @@ class ImagePixels:
         return self._cache[digest]
 
     def _trim_cache(self, soon_used: Sequence[str] = ()) -> None:
-        """Drop pixels beyond PIXEL_CACHE_BYTES: the least recently used first, but of the images that are used
-        soon, in this order, the last."""
+        """Drop pixels beyond PIXEL_CACHE_BYTES: the least recently used first, then those of the images that
+        are used soon, which are in the order of use, the last first."""
         if self._cached_bytes <= PIXEL_CACHE_BYTES:
             return
 
