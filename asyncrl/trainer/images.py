@@ -108,8 +108,8 @@ class ImagePixels:
         self._files = {}
 
     def read_images_of_episodes(self, turns_by_uid: Mapping[str, Sequence[Turn]]) -> dict[str, str]:
-        """Read all images of episodes, whose files were added before, and keep the pixels of the first ones, up
-        to PIXEL_CACHE_BYTES. Returns by uid why episodes cannot be trained: an image is lost or damaged,
+        """Read all images of episodes, whose files were added before, and keep the first pixels, up to
+        PIXEL_CACHE_BYTES. Returns by uid why episodes cannot be trained: an image is lost or damaged,
         or its file has another size than its ids say. DeadlineError if reading takes too long."""
         runs_by_uid = {
             uid: [run for turn in turns for ids in (turn.context, turn.taught) for run in find_runs(ids)]

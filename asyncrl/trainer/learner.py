@@ -31,7 +31,7 @@ from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import compose
 from asyncrl.buffer.packing import Piece, micro_batches
 from asyncrl.config import RunConfig, described_recomputation
-from asyncrl.data.storage import stored_sample_image_ids
+from asyncrl.data.storage import stored_sequence_image_ids
 from asyncrl.episodes.image_checks import require_images
 from asyncrl.errors import recorded
 from asyncrl.runtime.liveness import silence_limit
@@ -172,7 +172,7 @@ class Learner:
                 device_memory,
                 device.index or 0,
                 torch.cuda.device_count(),
-                min(stored_sample_image_ids(run_directory), self.config.rollout.max_tokens),
+                stored_sequence_image_ids(run_directory),
             )
 
         if failure:
