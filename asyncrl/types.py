@@ -97,7 +97,7 @@ class DropReason(enum.StrEnum):
 
     STALE = "stale"
     GROUP_SHORT = "group_short"
-    CORRUPT = "corrupt"  # the turns cannot be read any more
+    CORRUPT = "corrupt"  # turns or images cannot be read
     END_OF_DATA = "end_of_data"
     SPIKE = "spike"  # the batch was left out: trainer.on_spike
 

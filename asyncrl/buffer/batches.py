@@ -70,8 +70,8 @@ class Batch(msgspec.Struct):
     parts: uids of each part. The ranks partition each part, and cut their shares into micro-batches.
     groups: ids of the groups that count towards the batch.
     closed: no further part will be added.
-    lost: episodes whose payload could not be read, unless a commit has reported them as trained. Lost
-        episodes stay in `parts`, so that the partition of the other episodes does not change.
+    lost: episodes whose turns or images could not be read, unless a commit has reported them as trained.
+        Lost episodes stay in `parts`, so that the partition of the other episodes does not change.
     ranks, budget: number of ranks and tokens of a micro-batch when the plan was last handed out.
     """
 
@@ -301,26 +301,33 @@ class Batches:
     # -- commit, rollback, retention -----------------------------------------------------------------
 
     def commit_batch(
-        self, step: int, trained_uids: Collection[str], left_out_uids: Collection[str] = ()
+        self, step: int, trained_uids: Collection[str], *, left_out_uids: Collection[str] = ()
     ) -> None:
         """Record that the batch of `step` was applied, perhaps again by a restarted trainer.
 
-        Planned episodes that were not trained, as their payload could not be read, or were left out by the
-        trainer, are dropped as corrupt.
+        Lost episodes that were not trained are dropped as corrupt.
+
+        Args:
+            left_out_uids: further lost episodes, whose images a rank could not read.
 
         Raises:
-            ProtocolError: `trained_uids` is not the plan without its lost and left out episodes.
+            ProtocolError: the two are not the plan without the episodes that were lost before. Nothing has
+                changed.
         """
         batch = self.by_step[step]
-        batch.lost |= set(left_out_uids) & set(batch.uids)
-        if mismatched_uids := set(trained_uids).symmetric_difference(batch.uids) - batch.lost:
+        expected_trained = set(batch.planned).difference(left_out_uids)
+        earlier_lost = batch.lost.difference(left_out_uids)
+        mismatched_uids = expected_trained.symmetric_difference(trained_uids) - earlier_lost
+        mismatched_uids |= set(left_out_uids).difference(batch.planned)
+        if mismatched_uids:
             raise ProtocolError(
                 f"the commit for step {step} does not match the step's plan; these episodes differ: "
                 f"{' '.join(sorted(mismatched_uids))}"
             )
 
-        if batch.lost:
-            batch.lost.difference_update(trained_uids)
+        lost_uids = batch.lost.union(left_out_uids).difference(trained_uids)
+        if lost_uids != batch.lost:
+            batch.lost = lost_uids
             self._changed_steps.add(batch.step)
 
         trained_episodes = [self.planned_episodes[uid] for uid in batch.uids]
@@ -355,7 +362,7 @@ class Batches:
         return running_episodes
 
     def mark_lost(self, step: int, uid: str) -> None:
-        """Note that the payload of a planned trajectory cannot be read, so that the plan goes on without it.
+        """Note that the turns of a planned trajectory cannot be read, so that the plan goes on without it.
 
         A rank may have received the payload from an earlier coordinator. The commit tells whether it was
         trained.

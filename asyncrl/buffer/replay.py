@@ -380,7 +380,7 @@ class ReplayBuffer:
         self._forget_if_over(self.live_groups[episode.group])
 
     def drop_corrupt(self, episode: EpisodeRecord) -> None:
-        """Drop a planned episode that was not trained, as its payload could not be read.
+        """Drop a planned episode that was not trained, as its turns or images could not be read.
 
         The episode may have left memory as trained, if a restarted trainer repeats steps.
         """

@@ -141,8 +141,9 @@ class Ledger:
         if self.skipped_batches > MAX_SKIPPED_BATCHES:
             return (
                 f"the last {self.skipped_batches} batches led to no optimizer step, because their gradients "
-                "were not finite or all their tokens were masked; check the rewards, and rollout_corr/* and "
-                "staleness/* in metrics.jsonl"
+                "were not finite, all their tokens were masked, or an image of each episode was unreadable; "
+                "check the rewards, and rollout_corr/*, staleness/* and trainer/left_out_episodes in "
+                "metrics.jsonl"
             )
 
         return ""

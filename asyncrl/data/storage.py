@@ -24,6 +24,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.types import Sample
 
 UINT64 = struct.Struct("<Q")
+SEQUENCE_IMAGE_IDS = "sequence_image_ids"  # name of a file
 
 
 class Footer(msgspec.Struct, frozen=True):
@@ -197,11 +198,16 @@ def open_images(run_dir: Path, split: str) -> StoredImages | None:
     return StoredImages.open(path) if path.exists() else None
 
 
-def stored_sample_image_ids(run_dir: Path) -> int:
-    """Return the most ids of images in a sample for training, as the launcher has saved them; 0 without
-    images."""
-    images = open_images(run_dir, "train")
-    return images.sample_ids if images is not None else 0
+def save_sequence_image_ids(run_dir: Path, image_ids: int) -> None:
+    """Save the most ids of images in a sequence that is trained, beside the samples."""
+    (run_dir / "data" / SEQUENCE_IMAGE_IDS).write_text(f"{image_ids}\n")
+
+
+def stored_sequence_image_ids(run_dir: Path) -> int:
+    """Return the most ids of images in a sequence that is trained, as the launcher has saved the number; 0
+    without the file."""
+    path = run_dir / "data" / SEQUENCE_IMAGE_IDS
+    return int(path.read_text()) if path.exists() else 0
 
 
 def check_same_data(samples: Samples, recorded_fingerprint: str, changed_by: str = "") -> None:

@@ -70,11 +70,16 @@ class EpisodeParts:
         if not environment_name:
             return None
 
-        make_environment = load_environment(environment_name)
-        if getattr(make_environment(), "needs_images", False):
+        if self.environment_shows_images:
             with ConfigError.instead_of(ConfigError, text="rollout.environment shows images"):
                 self.require_images()
-        return make_environment
+        return load_environment(environment_name)
+
+    @cached_property
+    def environment_shows_images(self) -> bool:
+        """Return whether the environment shows images to the model; False without `rollout.environment`."""
+        environment_name = self.config.rollout.environment
+        return bool(environment_name) and getattr(load_environment(environment_name)(), "needs_images", False)
 
     @cached_property
     def agent(self) -> Agent | None:

@@ -20,7 +20,7 @@ from asyncrl.data.columns import IgnoredSettings, check_columns
 from asyncrl.data.images import ImagePreparer
 from asyncrl.data.samples import read_samples
 from asyncrl.data.sources import source_paths
-from asyncrl.data.storage import images_path
+from asyncrl.data.storage import images_path, save_sequence_image_ids
 from asyncrl.data.tasks import UNNAMED_TESTS, check_task, task_of
 from asyncrl.errors import ConfigError
 from asyncrl.launch.run_directory import describe_changes, stored_meta
@@ -55,7 +55,8 @@ class PreparedSplit(NamedTuple):
 
 class RunData(NamedTuple):
     """The samples of a run, in files without names, and warnings about the samples. `truth_lines`: lines that
-    show how the rewards read ground truths; `image_lines`: lines about images."""
+    show how the rewards read ground truths; `image_lines`: lines about images. `sequence_image_ids`: the most
+    ids of images in a sequence that is trained, without images of tools and agents, which are unknown."""
 
     train: Samples
     test: Samples | None
@@ -64,6 +65,7 @@ class RunData(NamedTuple):
     image_lines: Sequence[str] = ()
     train_images: StoredImages | None = None
     test_images: StoredImages | None = None
+    sequence_image_ids: int = 0
 
     def save_samples(self, run_dir: Path) -> None:
         """Save samples and images where the coordinator finds them. Raises ConfigError if writing fails."""
@@ -79,6 +81,7 @@ class RunData(NamedTuple):
                     mapped_file.save(path)
                 else:
                     path.unlink(missing_ok=True)
+            save_sequence_image_ids(run_dir, self.sequence_image_ids)
         except OSError as error:
             raise ConfigError(
                 f"{run_dir}: not enough space for the samples ({error}); set run_dir=…"
@@ -126,7 +129,16 @@ def check_data(parts: EpisodeParts) -> RunData:
         image_lines=[line for prepared in splits for line in prepared.image_lines],
         train_images=train.images,
         test_images=test.images if test else None,
+        sequence_image_ids=_sequence_image_ids(parts, train.images),
     )
+
+
+def _sequence_image_ids(parts: EpisodeParts, images: StoredImages | None) -> int:
+    """Return `RunData.sequence_image_ids`. Where an environment shows images, all ids may be of images."""
+    max_tokens = parts.config.rollout.max_tokens
+    if parts.environment_shows_images:
+        return max_tokens
+    return min(images.sample_ids, max_tokens) if images is not None else 0
 
 
 def _check_split(parts: EpisodeParts, split: str) -> PreparedSplit:

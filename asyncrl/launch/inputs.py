@@ -100,18 +100,6 @@ class Inputs:
         """The samples of the run, in files without names."""
         return check_data(self.parts)
 
-    @property
-    def sequence_image_ids(self) -> int:
-        """The most ids of images in a sequence that is trained: those of the data's images, within
-        `rollout.max_tokens`, or all ids where an environment shows images. Images of tools and agents are
-        unknown before the run."""
-        max_tokens = self.config.rollout.max_tokens
-        environment = self.parts.environment
-        if environment is not None and getattr(environment(), "needs_images", False):
-            return max_tokens
-        images = self.run_data.train_images
-        return min(images.sample_ids, max_tokens) if images is not None else 0
-
     @cached_property
     def copy_findings(self) -> dict[Purpose, CopyFinding]:
         """What a small copy of the model shows, by purpose: `engine` where a worker embeds torch's engine,

@@ -681,7 +681,7 @@ def estimate(inputs: Inputs) -> Iterator[Note]:
                 "a rollout/rows/mean above 1 means more than one conversation per episode"
             )
         yield from map(ok, estimates.describe_costs(config, has_gpu))
-        yield from memory.describe_memory(config, has_gpu, inputs.sequence_image_ids)
+        yield from memory.describe_memory(config, has_gpu, inputs.run_data.sequence_image_ids)
         if uses_gpu(config, has_gpu) is False and not inputs.run_data.train[0].demonstration:
             yield from map(ok, estimates.describe_time(config, test_count, prompt_tokens))
 

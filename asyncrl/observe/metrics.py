@@ -50,8 +50,8 @@ FIGURES = (  # shown in the console, the least important last
 )
 HELD_OUT = (SAMPLED, SAMPLED_SCORE, GREEDY, GREEDY_SCORE, NLL_HELD_OUT)  # of a validation
 PHASES = (  # phases of the trainer in their order, without overlap
-    *("timing_s/wait_data", "timing_s/ref", "timing_s/values", "timing_s/adv", "timing_s/update_actor"),
-    *("timing_s/update_critic", UPDATE, "timing_s/save_checkpoint"),
+    *("timing_s/wait_data", "timing_s/read_images", "timing_s/ref", "timing_s/values", "timing_s/adv"),
+    *("timing_s/update_actor", "timing_s/update_critic", UPDATE, "timing_s/save_checkpoint"),
     *("timing_s/rest", "timing_s/wait_devices", "timing_s/wake"),
 )
 CHARTS: dict[str, dict[str, Sequence[str]]] = {  # group → title → metrics; the text for a `*` is the label

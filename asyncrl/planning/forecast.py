@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 # Phases of timing_s/ whose time grows with the batch.
 EPISODE_TIMINGS = (
+    "read_images",
     "update_actor",
     "update_critic",
     "values",

@@ -25,7 +25,7 @@ IMAGE_KIND = "image:"
 # uid, turn, generated | replied | result | image_kind; uid, session, part_kind
 FrameKey = tuple[str, int, str]
 IMAGE_QUERY = """SELECT segment, offset FROM frames WHERE kind=? AND kind > 'image:' AND kind < 'image;'
-    ORDER BY segment DESC LIMIT 1"""
+    ORDER BY segment DESC, offset DESC LIMIT 1"""
 
 
 def part_kind(number: int) -> str:
@@ -55,7 +55,8 @@ class StoredRun(msgspec.Struct):
 
 class RunReader:
     """Queries a run's database and segments. No query keeps a transaction open; all raise StoreError.
-    `unwritten`: payloads that the writer has not committed yet."""
+    `unwritten`: payloads that the writer has not committed yet. `damaged_images`: locations at which an
+    image could not be read."""
 
     def __init__(
         self, db: sqlite3.Connection, segments: SegmentReader, unwritten: Mapping[FrameKey, bytes] = {}
@@ -63,6 +64,7 @@ class RunReader:
         self._db = db
         self._segments = segments
         self._unwritten = unwritten
+        self.damaged_images: set[FrameLocation] = set()
 
     @classmethod
     def open(cls, run_dir: Path) -> RunReader:
@@ -105,7 +107,13 @@ class RunReader:
         if unwritten_file is not None:
             return unwritten_file
         location = self.image_location(digest)
-        return self._segments.read_record(location) if location else None
+        if location is None:
+            return None
+        try:
+            return self._segments.read_record(location)
+        except StoreError:
+            self.damaged_images.add(location)
+            raise
 
     def plan_hash(self, step: int) -> str | None:
         rows = self.rows("SELECT plan_hash FROM commits WHERE step=?", step)

@@ -77,11 +77,14 @@ class RunStore:
 
     def put_image(self, uid: str, turn: int, digest: str, file: bytes) -> None:
         """Store the file of an image that a turn or its replies brought into the episode. A file that is
-        stored in one of the newest two segments is not written again: older segments would be kept for it."""
+        stored in one of the newest two segments, and was not found damaged there, is not written again: older
+        segments would be kept for it."""
         key = (uid, turn, image_kind(digest))
         self.put_frame(*key, file)
         location = self.reader.image_location(digest)
-        if location is not None and location.segment >= self._segments.current_segment - 1:
+        if location is None or location in self.reader.damaged_images:
+            return
+        if location.segment >= self._segments.current_segment - 1:
             self._frame_places[key] = location
 
     def put_groups(self, groups: Collection[GroupRecord], live: dict[int, GroupRecord]) -> None:

@@ -50,7 +50,7 @@ CREATE TABLE frames(
     uid TEXT NOT NULL, turn INTEGER NOT NULL, kind TEXT NOT NULL, segment INTEGER NOT NULL,
     offset INTEGER NOT NULL, spare INTEGER NOT NULL, PRIMARY KEY(uid, turn, kind)) WITHOUT ROWID;
 CREATE INDEX frames_segment ON frames(spare, segment);
-CREATE INDEX frames_image ON frames(kind, segment) WHERE kind > 'image:' AND kind < 'image;';
+CREATE INDEX frames_image ON frames(kind, segment, offset) WHERE kind > 'image:' AND kind < 'image;';
 CREATE TABLE pruned(state TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE plans(step INTEGER PRIMARY KEY, record BLOB NOT NULL);
 CREATE TABLE commits(

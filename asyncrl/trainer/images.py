@@ -4,8 +4,9 @@
                         │          └─ kept by digest, up to PIXEL_CACHE_BYTES
                         └► episodes to leave out: a faulty worker may have stored other files
 
-The images of a part of the plan are read once, before the part is trained. Files stay until the batch is
-complete, as a batch behind a barrier is read several times: pixels beyond PIXEL_CACHE_BYTES are read again.
+The images of a part of the plan are read before the part is trained; pixels beyond PIXEL_CACHE_BYTES are not
+kept, and read again for their micro-batch. Files stay until the batch is complete, as a batch behind a
+barrier is read several times.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ class ImageInputs:
 class ImagePixels:
     """Reads the images of a run for its models, ahead of the forwards, in threads.
 
-    `layout`: how the models read images. `time_limit`: seconds for each wait. `announce_wait` is called with
-    the wait's name, again and again while the wait lasts, and with '' once it is over. ConfigError if the
-    image processor cannot be loaded.
+    `layout`: how the models read images. `time_limit`: seconds in which READ_AHEAD images, or those of a
+    micro-batch, must be read. `announce_wait` is called with the wait's name, again and again while the wait
+    lasts, and with '' once it is over. ConfigError if the image processor cannot be loaded.
     """
 
     def __init__(
@@ -106,9 +107,10 @@ class ImagePixels:
         """Drop all files: their batch is complete. Pixels are kept for the next batch."""
         self._files = {}
 
-    def unreadable_episodes(self, turns_by_uid: Mapping[str, Sequence[Turn]]) -> dict[str, str]:
-        """Read the images of episodes, whose files were added before. Returns by uid why episodes cannot be
-        trained: an image is lost or damaged, or its file has another size than its ids say."""
+    def read_images_of_episodes(self, turns_by_uid: Mapping[str, Sequence[Turn]]) -> dict[str, str]:
+        """Read all images of episodes, whose files were added before, and keep the first pixels, up to
+        PIXEL_CACHE_BYTES. Returns by uid why episodes cannot be trained: an image is lost or damaged,
+        or its file has another size than its ids say. DeadlineError if reading takes too long."""
         runs_by_uid = {
             uid: [run for turn in turns for ids in (turn.context, turn.taught) for run in find_runs(ids)]
             for uid, turns in turns_by_uid.items()
@@ -129,6 +131,7 @@ class ImagePixels:
         damaged: dict[str, str] = {}
         for start in range(0, len(digests), READ_AHEAD):
             next_digests = digests[start : start + READ_AHEAD]
+            self._announce_wait(READ_WAIT)
             self.prefetch(next_digests)
             self._await_reads(next_digests)
             for digest in next_digests:
@@ -136,7 +139,10 @@ class ImagePixels:
                     self._keep_pixels(digest)
                 except ImageError as error:
                     damaged[digest] = f"image {digest}: {error}"
-            self._trim_cache()
+            self._trim_cache(soon_used=digests)
+
+        if digests:
+            self._announce_wait("")
 
         for uid, runs in runs_by_uid.items():
             for run in runs:
@@ -175,7 +181,9 @@ class ImagePixels:
         without the file."""
         wanted_digests = list(dict.fromkeys(digests))
         self.prefetch(wanted_digests)
-        self._await_reads(wanted_digests)
+        if self._await_reads(wanted_digests):
+            self._announce_wait("")
+
         pixels_by_digest: dict[str, Pixels] = {}
         for digest in wanted_digests:
             if digest == DUMMY_DIGEST:
@@ -186,8 +194,9 @@ class ImagePixels:
         self._trim_cache()
         return pixels_by_digest
 
-    def _await_reads(self, digests: Iterable[str]) -> None:
-        """Wait until these images are read. DeadlineError if that takes too long."""
+    def _await_reads(self, digests: Iterable[str]) -> bool:
+        """Wait until these images are read. Returns whether the wait was announced; the caller announces its
+        end. DeadlineError if the wait takes too long."""
         futures = [self._pending[digest] for digest in digests if digest in self._pending]
         deadline = time.monotonic() + self._time_limit
         is_announced = False
@@ -197,8 +206,7 @@ class ImagePixels:
             self._announce_wait(READ_WAIT)
             is_announced = True
 
-        if is_announced:
-            self._announce_wait("")
+        return is_announced
 
     def _keep_pixels(self, digest: str) -> Pixels:
         """Return the pixels of an image that was read, and keep them in the cache as the newest. ImageError
@@ -209,10 +217,19 @@ class ImagePixels:
         self._cache.move_to_end(digest)
         return self._cache[digest]
 
-    def _trim_cache(self) -> None:
-        while self._cached_bytes > PIXEL_CACHE_BYTES:
-            _, oldest_pixels = self._cache.popitem(last=False)
-            self._cached_bytes -= oldest_pixels.pixel_values.nbytes
+    def _trim_cache(self, soon_used: Sequence[str] = ()) -> None:
+        """Drop pixels beyond PIXEL_CACHE_BYTES: the least recently used first, then those of the images that
+        are used soon, which are in the order of use, the last first."""
+        if self._cached_bytes <= PIXEL_CACHE_BYTES:
+            return
+
+        kept_digests = set(soon_used)
+        other_digests = [digest for digest in self._cache if digest not in kept_digests]
+        for digest in (*other_digests, *reversed(soon_used)):
+            if self._cached_bytes <= PIXEL_CACHE_BYTES:
+                return
+            if digest in self._cache:
+                self._cached_bytes -= self._cache.pop(digest).pixel_values.nbytes
 
 
 def digests_of(turns: Iterable[Turn]) -> list[str]:

@@ -31,7 +31,7 @@ from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import compose
 from asyncrl.buffer.packing import Piece, micro_batches
 from asyncrl.config import RunConfig, described_recomputation
-from asyncrl.data.storage import stored_sample_image_ids
+from asyncrl.data.storage import stored_sequence_image_ids
 from asyncrl.episodes.image_checks import require_images
 from asyncrl.errors import recorded
 from asyncrl.runtime.liveness import silence_limit
@@ -70,7 +70,7 @@ from asyncrl.trainer.world import World
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
-PlannedWork = Iterable[tuple[PlannedTrajectory, Sequence[Turn]]]
+PlannedWork = Sequence[tuple[PlannedTrajectory, Sequence[Turn]]]
 logger = logging.getLogger(__name__)
 
 
@@ -172,7 +172,7 @@ class Learner:
                 device_memory,
                 device.index or 0,
                 torch.cuda.device_count(),
-                min(stored_sample_image_ids(run_directory), self.config.rollout.max_tokens),
+                stored_sequence_image_ids(run_directory),
             )
 
         if failure:
@@ -226,14 +226,11 @@ class Learner:
         `accumulate`. Returns the work without the trajectories that cannot be trained because of an image,
         and logs why. `image_files`: the stored files, by digest, of the images in the turns (`digests_of`),
         without those that are lost."""
-        planned_work = list(work)
         self.image_pixels.add_files(image_files)
-        reasons = self.image_pixels.unreadable_episodes(
-            {planned.uid: turns for planned, turns in planned_work}
-        )
+        reasons = self.image_pixels.read_images_of_episodes({planned.uid: turns for planned, turns in work})
         for uid, reason in reasons.items():
             logger.error("episode %s is not trained: %s", uid, reason)
-        return [(planned, turns) for planned, turns in planned_work if planned.uid not in reasons]
+        return [(planned, turns) for planned, turns in work if planned.uid not in reasons]
 
     def accumulate(self, work: PlannedWork) -> None:
         """Train on this rank's trajectories of one part of the plan, or hold them behind the barrier. An idle

@@ -13,7 +13,7 @@ rank starts before all hold their payloads. Requests, waits and heartbeats are t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -210,9 +210,10 @@ class TrainerRank:
         if rounding is not None:
             metrics["weights/probe_noise_floor"] = rounding.largest
             metrics["weights/probe_rounding_median"] = rounding.median
+        metrics["trainer/left_out_episodes"] = float(len(left_out_uids))
         metrics |= performance(*self.stopwatch.lap(), metrics, self.peak_flops, self.trainer_world.size)
         with self._waiting("wait_commit"):
-            to_publish = self._commit_step(plan, batch_uids, left_out_uids, metrics)
+            to_publish = self._commit_step(plan, metrics, trained=batch_uids, left_out=left_out_uids)
         self.client.committed_step = self.learner.step
         self.ratio_recorder.save_step(self.learner.step)
 
@@ -244,7 +245,8 @@ class TrainerRank:
         planned_work = list[tuple[trainer.PlannedTrajectory, list[Turn]]]()
 
         offload_note = " (offloaded while engines sample)" if self.device_offload.is_offloaded else ""
-        with self._waiting("wait_devices" if offload_note else "wait_data"):
+        wait_name = "wait_devices" if offload_note else "wait_data"
+        with self._waiting(wait_name):
             request = trainer.PlanRequest(
                 self.trainer_epoch, step, part_index, self.device_offload.is_offloaded
             )
@@ -261,26 +263,31 @@ class TrainerRank:
                     [trajectory for trajectory in part if trajectory.uid not in payload_answer.lost], frames
                 )
 
-            trainable_work = self._take_images(planned_work, step)
+            digests = digests_of(turn for _, turns in planned_work for turn in turns)
+            image_files = self._fetch_images(digests, step)
+
+        trainable_work = self._read_images(planned_work, image_files) if digests else planned_work
+        with self._waiting(wait_name):
             self.client.meet_ranks("the other ranks' payloads")
 
         return plan, trainable_work
 
-    def _take_images(
-        self, planned_work: list[tuple[trainer.PlannedTrajectory, list[Turn]]], step: int
-    ) -> PlannedWork:
-        """Fetch and read the images of these trajectories; return those that can be trained."""
-        digests = digests_of(turn for _, turns in planned_work for turn in turns)
-        if not digests:
-            return planned_work
-
+    def _fetch_images(self, digests: Sequence[str], step: int) -> dict[str, bytes]:
+        """Return the stored files of these images by digest, without those that are lost."""
         image_files: dict[str, bytes] = {}
         for start in range(0, len(digests), shared.MAX_REQUESTED_IMAGES):
             request = shared.ImageRequest(tuple(digests[start : start + shared.MAX_REQUESTED_IMAGES]))
             answer, frames = self.client.request(request, f"images of step {step}")
             image_files |= answer.files(frames)
 
-        trainable_work = self.learner.take_images(planned_work, image_files)
+        return image_files
+
+    def _read_images(self, planned_work: PlannedWork, image_files: Mapping[str, bytes]) -> PlannedWork:
+        """Read the images of these trajectories; return the trajectories that can be trained, and note the
+        others as left out."""
+        with self.timeline.span("read_images"), self.stopwatch.phase("read_images"):
+            trainable_work = self.learner.take_images(planned_work, image_files)
+
         trainable_uids = {planned.uid for planned, _ in trainable_work}
         self._left_out_uids += [
             planned.uid for planned, _ in planned_work if planned.uid not in trainable_uids
@@ -290,19 +297,21 @@ class TrainerRank:
     def _commit_step(
         self,
         plan: trainer.WorkPlan,
-        trained_uids: list[str],
-        left_out_uids: list[str],
         metrics: dict[str, float],
+        *,
+        trained: list[str],
+        left_out: list[str],
     ) -> bool:
-        """Commit the step. Returns whether this version is to be published."""
+        """Commit the step. `trained`, `left_out`: uids of all ranks. Returns whether this version is to be
+        published."""
         step = self.learner.step
         commit = trainer.Commit(
             self.trainer_epoch,
             step,
             plan.plan_hash,
-            tuple(trained_uids),
-            metrics,
-            tuple(left_out_uids),
+            trained=tuple(trained),
+            metrics=metrics,
+            left_out=tuple(left_out),
         )
         answer = self.client.request_for_all(commit, f"the commit of step {step}")
         self.checkpointing.best_step = answer.best

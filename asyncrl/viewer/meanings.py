@@ -31,6 +31,7 @@ SPANS: dict[str, tuple[int, str | None]] = {
     "probe": (WEIGHTS, "check the weights"),
     "sleep": (WEIGHTS, "release weights and KV cache"),
     "wait_data": (DATA, "wait for data"),
+    "read_images": (TRAIN, "read images"),
     "wait_devices": (DATA, "wait for data (offloaded)"),
     "wait_commit": (PROCESS, "wait for the commit"),
     "wait_welcome": (PROCESS, "wait for the coordinator"),

@@ -59,7 +59,8 @@ def is_image_file(file: bytes) -> bool:
 
 
 def prepare_image(file: bytes, layout: ImageLayout) -> StoredImage:
-    """Prepare an image file for a model. ImageError says what is wrong with the file."""
+    """Prepare an image file for a model. ImageError says what is wrong with the file; a lack of memory is a
+    MemoryError."""
     if len(file) > MAX_FILE_BYTES:
         raise ImageError(
             f"the image file has {len(file):,} bytes, more than the allowed {MAX_FILE_BYTES:,}; scale it down"
@@ -76,7 +77,7 @@ def prepare_image(file: bytes, layout: ImageLayout) -> StoredImage:
             image.load()
             kept_format = image.format if image.format in KEPT_FORMATS else None
             return _prepare_decoded(image, layout, file if kept_format else None)
-    except ImageError:
+    except (ImageError, MemoryError):  # for lack of memory the file may be sound
         raise
     except PIL.Image.DecompressionBombError:
         raise ImageError("the image has too many pixels; scale it down") from None
@@ -94,7 +95,7 @@ def prepare_decoded(image: Any, layout: ImageLayout) -> StoredImage:
     try:
         _check_kind(image)
         return _prepare_decoded(image, layout, file=None)
-    except (OSError, ValueError, SyntaxError, MemoryError) as error:
+    except (OSError, ValueError, SyntaxError) as error:
         raise ImageError(f"the image is damaged ({one_line(error)}); load the image again") from error
 
 

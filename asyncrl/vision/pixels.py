@@ -63,6 +63,8 @@ def decode_stored(file: bytes) -> Any:
     try:
         with PIL.Image.open(io.BytesIO(file), formats=KEPT_FORMATS) as image:
             return image.convert("RGB")
+    except MemoryError:  # the file may be sound
+        raise
     except Exception as error:  # decoders of Pillow raise errors of many types for damaged files
         raise ImageError(f"a stored image cannot be decoded ({one_line(error)})") from error
 
@@ -74,6 +76,8 @@ def image_size(file: bytes) -> tuple[int, int]:
     try:
         with PIL.Image.open(io.BytesIO(file), formats=KEPT_FORMATS) as image:
             return image.height, image.width
+    except MemoryError:
+        raise
     except Exception as error:  # as above; a head may also announce more pixels than Pillow opens
         raise ImageError(f"a stored image cannot be decoded ({one_line(error)})") from error
 

@@ -158,10 +158,30 @@ def test_an_episode_that_the_trainer_left_out_is_dropped_as_corrupt() -> None:
     with pytest.raises(ProtocolError, match=f"these episodes differ: {left_out_uid}"):
         batches.commit_batch(1, trained_uids)
     for _ in range(2):  # a restarted trainer repeats the commit
-        batches.commit_batch(1, trained_uids, [left_out_uid])
+        batches.commit_batch(1, trained_uids, left_out_uids=[left_out_uid])
         states = {uid: batches.planned_episodes[uid].state for uid in (left_out_uid, *trained_uids)}
         assert states == {left_out_uid: State.DROPPED, **dict.fromkeys(trained_uids, State.TRAINED)}
     assert buffer.committed == 1
+
+
+def test_a_refused_commit_changes_nothing() -> None:
+    buffer, batches = make()
+    admit(buffer, 2)
+    for group in range(2):
+        land_group(buffer, group, 1.0, 0.0)
+    left_out_uid, *trained_uids = batches.next_part(1, 0, 1) or []
+    batches.pop_changes()
+
+    for trained, left_out, differing in (
+        (trained_uids[1:], [left_out_uid], trained_uids[0]),
+        (trained_uids, [left_out_uid, "9.9"], "9.9"),
+        ([left_out_uid, *trained_uids], [left_out_uid], left_out_uid),
+    ):
+        with pytest.raises(ProtocolError, match=f"these episodes differ: {differing}$"):
+            batches.commit_batch(1, trained, left_out_uids=left_out)
+        assert not batches.by_step[1].lost
+        assert not batches.pop_changes()
+    assert buffer.committed == 0
 
 
 def test_of_skipped_steps_no_plan_is_left_and_no_episode_is_taken() -> None:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from asyncrl.data import Samples, open_images, samples_path
-from asyncrl.data.storage import images_path, stored_sample_image_ids
+from asyncrl.data.storage import images_path, stored_sequence_image_ids
 from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import ConfigError
 from asyncrl.launch.data import check_data
@@ -79,10 +79,10 @@ def test_images_are_saved_beside_the_samples(given: Given, image_model: Path) ->
     with pytest.raises(ConfigError, match="names a text-only class"):  # the weights are of a text model
         list(show_images(training))
 
-    assert training.sequence_image_ids == 64  # of the largest image
+    assert run_data.sequence_image_ids == 64  # of the largest image
     run_dir = given.runs / "x"
     run_data.save_samples(run_dir)
-    assert stored_sample_image_ids(run_dir) == 64
+    assert stored_sequence_image_ids(run_dir) == 64
     images = open_images(run_dir, "train")
     assert images is not None and open_images(run_dir, "test") is None
     for sample in Samples.open(samples_path(run_dir, "train")):
@@ -92,7 +92,17 @@ def test_images_are_saved_beside_the_samples(given: Given, image_model: Path) ->
     given.write(questions(4))
     check_data(EpisodeParts(given.config())).save_samples(run_dir)  # a restart without images
     assert not images_path(run_dir, "train").exists()
-    assert stored_sample_image_ids(run_dir) == 0
+    assert stored_sequence_image_ids(run_dir) == 0
+
+
+def test_of_an_environment_with_images_plan_and_ranks_count_the_same(given: Given) -> None:
+    given.write(questions(4))
+    parts = EpisodeParts(given.config())
+    vars(parts)["environment_shows_images"] = True
+    run_data = check_data(parts)
+    assert run_data.sequence_image_ids == parts.config.rollout.max_tokens
+    run_data.save_samples(given.runs / "x")
+    assert stored_sequence_image_ids(given.runs / "x") == parts.config.rollout.max_tokens
 
 
 def test_image_tokens_count_as_prompt_tokens(given: Given, image_model: Path) -> None:

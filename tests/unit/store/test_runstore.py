@@ -482,6 +482,25 @@ def test_an_image_of_an_old_segment_is_written_again(tmp_path: Path) -> None:
     store.close()
 
 
+def test_an_image_that_cannot_be_read_is_written_again(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    store.put_image("0.0", 0, "d1", b"picture")
+    store.commit()
+    segment_file = tmp_path / "segments" / "00000000.seg"
+    segment_file.write_bytes(segment_file.read_bytes().replace(b"picture", b"p?cture"))
+    with pytest.raises(StoreError, match="damaged record"):
+        store.reader.image_file("d1")
+
+    for uid in ("1.0", "1.1"):
+        store.put_image(uid, 0, "d1", b"picture")
+    store.commit()
+    store.put_image("2.0", 0, "d1", b"picture")
+    store.commit()
+    assert store.reader.image_file("d1") == b"picture"
+    assert segment_file.read_bytes().count(b"picture") == 1
+    store.close()
+
+
 def test_a_restarted_writer_knows_how_old_a_segment_is(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     store._segments.segment_bytes = 1

@@ -366,7 +366,7 @@ def test_episodes_whose_images_do_not_fit_are_left_out(model_paths: Callable[[st
         }
     )
     sound = turn_with([5, *image_ids(wide, 6), 6])
-    reasons = image_pixels.unreadable_episodes(
+    reasons = image_pixels.read_images_of_episodes(
         {
             "sound": [sound, turn_with([*image_ids(tall, 8)])],
             "text": [turn_with([5, 6])],
@@ -403,10 +403,52 @@ def test_images_of_a_part_are_decoded_once(
         pixels_module, "decode_stored", lambda file: decoded_files.append(file) or decode(file)
     )
     turns_by_uid = {str(index): [turn_with(row)] for index, row in enumerate(conversations.sequences)}
-    assert conversations.image_pixels.unreadable_episodes(turns_by_uid) == {}
+    assert conversations.image_pixels.read_images_of_episodes(turns_by_uid) == {}
     for packing in LAYOUTS:
         conversations.select(packing)
     assert sorted(decoded_files) == sorted(conversations.files.values())
+
+
+def test_the_first_images_of_a_part_beyond_the_cache_stay(
+    model_paths: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversations = Conversations(model_paths("qwen3_vl"))
+    decoded_files = list[bytes]()
+    decode = pixels_module.decode_stored
+    monkeypatch.setattr(
+        pixels_module, "decode_stored", lambda file: decoded_files.append(file) or decode(file)
+    )
+    monkeypatch.setattr(images, "READ_AHEAD", 1)
+    image_pixels = conversations.image_pixels
+    first, second, third = conversations.files
+    pixels_by_digest = image_pixels.pixels_of([third, first])  # of an earlier part
+    kept_bytes = 2 * pixels_by_digest[first].pixel_values.nbytes
+    monkeypatch.setattr(images, "PIXEL_CACHE_BYTES", kept_bytes + pixels_by_digest[first].pixel_values.nbytes)
+
+    decoded_files.clear()
+    turns = [turn_with(image_ids(first, 6)), turn_with(image_ids(second, 8)), turn_with(image_ids(third, 6))]
+    part = {"a": turns[:2], "b": turns[2:]}
+    assert image_pixels.read_images_of_episodes(part) == {}
+    assert image_pixels._cached_bytes <= images.PIXEL_CACHE_BYTES
+    image_pixels.pixels_of([first, second])
+    assert decoded_files == [conversations.files[second], conversations.files[third]]
+    image_pixels.pixels_of([third])
+    assert decoded_files[2:] == [conversations.files[third]]
+
+
+def test_each_step_of_reading_a_part_is_announced(
+    model_paths: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part may have a thousand images, each of which takes less than READ_POLL_SECONDS."""
+    conversations = Conversations(model_paths("qwen3_vl"))
+    monkeypatch.setattr(images, "READ_AHEAD", 1)
+    monkeypatch.setattr(images, "READ_POLL_SECONDS", 60.0)
+    announced = list[str]()
+    image_pixels = ImagePixels(model_paths("qwen3_vl"), conversations.layout, 60.0, announced.append)
+    image_pixels.add_files(conversations.files)
+    turns_by_uid = {str(index): [turn_with(row)] for index, row in enumerate(conversations.sequences)}
+    assert image_pixels.read_images_of_episodes(turns_by_uid) == {}
+    assert announced == [images.READ_WAIT] * len(conversations.files) + [""]
 
 
 def test_the_wait_for_images_has_a_name_and_an_end(

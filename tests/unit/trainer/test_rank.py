@@ -30,7 +30,7 @@ from asyncrl.trainer.rank import SAVE_AGAIN_SECONDS, TrainerRank
 from asyncrl.trainer.recompute import Recomputation
 from asyncrl.types import Generation, PolicyVersion, StopReason, Turn, VersionSpan
 from asyncrl.vision.files import image_digest
-from asyncrl.vision.image_ids import image_ids
+from asyncrl.vision.image_ids import DIGEST_DIGITS, image_ids
 from asyncrl.weights.manifest import Probe
 from asyncrl.wire.messages.shared import ImageFiles, Stop, Welcome, WireMessage
 from asyncrl.wire.messages.trainer import (
@@ -40,6 +40,7 @@ from asyncrl.wire.messages.trainer import (
     Committed,
     GaveUp,
     GrantDevices,
+    Payloads,
     PlanRequest,
     Probed,
     TrainerHeartbeat,
@@ -49,6 +50,8 @@ from asyncrl.wire.messages.trainer import (
 from asyncrl.wire.sockets import Endpoints
 from tests.fakes.image_data import LAYOUT, image_file, write_image_processor
 from tests.fakes.raised import BASE_EXCEPTIONS
+
+GENERATION = Generation((1,), (-0.5,), (VersionSpan(0, 1, 0, 0),), StopReason.STOP)
 
 
 class FakeLearner:
@@ -267,9 +270,8 @@ def test_episodes_with_a_lost_or_damaged_image_are_not_trained(
     digests = [image_digest(image_file(color=color)) for color in colors]
     files = [image_file(color=color) for color in colors[:3]]
     files[2] = files[2][:60]
-    generation = Generation((1,), (-0.5,), (VersionSpan(0, 1, 0, 0),), StopReason.STOP)
     work: list[Any] = [
-        (SimpleNamespace(uid=f"g/{index}"), [Turn(0, (1, *image_ids(digest, 4)), generation)])
+        (SimpleNamespace(uid=f"g/{index}"), [Turn(0, (1, *image_ids(digest, 4)), GENERATION)])
         for index, digest in enumerate(digests)
     ]
 
@@ -278,11 +280,80 @@ def test_episodes_with_a_lost_or_damaged_image_are_not_trained(
         return ImageFiles(request.digests, lost=(digests[3],)), files
 
     monkeypatch.setattr(rank.client, "request", answer_request)
-    trainable = rank._take_images(work, step=1)
+    trainable = rank._read_images(work, rank._fetch_images(digests, step=1))
     assert [trajectory.uid for trajectory, _ in trainable] == ["g/0", "g/1"]
+    assert rank._left_out_uids == ["g/2", "g/3"]
     assert f"episode g/2 is not trained: image {digests[2]}: a stored image cannot be" in caplog.text
     assert f"episode g/3 is not trained: image {digests[3]} is lost" in caplog.text
-    assert rank._take_images(work[:0], step=1) == []
+    assert rank._fetch_images([], step=1) == {}
+
+
+def test_a_commit_names_the_trained_and_the_left_out_episodes_of_all_ranks(
+    rank: TrainerRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "is_tiny", lambda learner: True)
+    monkeypatch.setattr(rank.learner, "finish", lambda: {"actor/grad_norm": 1.0}, raising=False)
+    monkeypatch.setattr(rank.publishing, "rounding", None, raising=False)
+    monkeypatch.setattr(rank.ratio_recorder, "save_step", lambda step: None)
+    monkeypatch.setattr(rank, "_save_if_due", lambda: None)
+    other_rank_uids = {"g/0": ["h/0"], "g/1": ["h/1", "h/2"]}
+    monkeypatch.setattr(
+        rank.trainer_world,
+        "gather_data",
+        lambda uids, value_type: [uids, other_rank_uids[uids[0]]] if uids else [uids],
+        raising=False,
+    )
+    commits = list[Commit]()
+    monkeypatch.setattr(
+        rank.client,
+        "request_for_all",
+        lambda commit, purpose: commits.append(commit) or Committed(commit.step, publish=False),
+    )
+
+    rank._batch_uids = ["g/0"]
+    rank._left_out_uids = ["g/1"]
+    for _ in range(2):
+        rank.learner.step += 1
+        rank._finish_batch(WorkPlan(rank.learner.step, 1, "step", plan_hash="p"))
+    first_commit, second_commit = commits
+    assert first_commit.trained == ("g/0", "h/0")
+    assert first_commit.left_out == ("g/1", "h/1", "h/2")
+    assert first_commit.metrics["trainer/left_out_episodes"] == 3
+    assert (second_commit.trained, second_commit.left_out) == ((), ())
+    assert second_commit.metrics["trainer/left_out_episodes"] == 0
+
+
+def test_decoding_images_is_work_and_waiting_for_their_files_is_not(
+    rank: TrainerRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = Turn(0, (1, *image_ids("1" * DIGEST_DIGITS, 4)), GENERATION)
+    planned = SimpleNamespace(uid="g/0")
+    now = 0.0
+
+    def work_for(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def fetch(digests: Any, step: int) -> dict[str, bytes]:
+        work_for(2.0)
+        return {}
+
+    def take_images(work: Any, files: Any) -> Any:
+        work_for(3.0)
+        return work
+
+    rank.stopwatch = rank.learner.stopwatch = Stopwatch(lambda: now)
+    rank.learner.rank_part = lambda trajectories: [[planned]]  # type: ignore[method-assign,assignment,list-item,return-value]
+    monkeypatch.setattr(rank.learner, "take_images", take_images)
+    monkeypatch.setattr(rank.client, "request_for_all", lambda *about, **how: WorkPlan(1, 0, "work"))
+    monkeypatch.setattr(rank.client, "request", lambda *about: (Payloads(1, ("g/0",)), []))
+    monkeypatch.setattr(module, "with_turns", lambda trajectories, frames: [(planned, [turn])])
+    monkeypatch.setattr(rank, "_fetch_images", fetch)
+    monkeypatch.setattr(rank.client, "meet_ranks", lambda purpose: work_for(4.0))
+    _, work = rank._take_plan(0)
+    assert work == [(planned, [turn])]
+    assert rank.stopwatch.lap()[1] == {"wait_data": 6.0, "read_images": 3.0}
+    assert (rank.stopwatch.busy_s, rank.stopwatch.idle_s) == (3.0, 6.0)
 
 
 @pytest.mark.parametrize("stops", [True, False])
@@ -453,7 +524,7 @@ def test_a_commit_waits_longer_than_a_full_disk_may_stop_the_coordinator(
     for link in (rank.client.control, rank.client.bulk):
         link.receive = lambda timeout: None  # type: ignore[method-assign]
     with pytest.raises(DeadlineError, match="the commit of step 0"):
-        rank._commit_step(WorkPlan(1, 1, "step"), [], [], {})
+        rank._commit_step(WorkPlan(1, 1, "step"), {}, trained=[], left_out=[])
     assert any(isinstance(message, Commit) for message in rank.client.control.sent)  # type: ignore[attr-defined]
     assert clock.now > 100.0 + rank.config.launch.stall_timeout
 

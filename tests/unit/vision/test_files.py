@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from asyncrl.vision.files import ImageError, image_digest, prepare_decoded, prepare_image
 from asyncrl.vision.layout import ImageLayout
+from asyncrl.vision.pixels import decode_stored, image_size
 
 LAYOUT = ImageLayout(
     placeholder=9,
@@ -67,6 +68,22 @@ def test_a_photo_with_a_preview_is_read() -> None:
     file = encoded(image, "MPO", save_all=True, append_images=[image.resize((32, 24))])
     prepared = prepare_image(file, LAYOUT)
     assert np.array_equal(decoded(prepared.file), decoded(file))
+
+
+def test_a_lack_of_memory_is_not_taken_for_a_damaged_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = PIL.Image.fromarray(noise(300, 200))
+    file = encoded(image)
+
+    def lack_memory(*arguments: Any, **options: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(PIL.Image.Image, "resize", lack_memory)
+    with pytest.raises(MemoryError):
+        prepare_decoded(image, LAYOUT)
+    monkeypatch.setattr(PIL.Image, "open", lack_memory)
+    for read in (lambda: prepare_image(file, LAYOUT), lambda: decode_stored(file), lambda: image_size(file)):
+        with pytest.raises(MemoryError):
+            read()
 
 
 def test_images_are_scaled_once() -> None:
