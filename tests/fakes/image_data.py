@@ -38,22 +38,46 @@ def image_file(
 
 
 def make_image_model(directory: Path) -> None:
-    """Let the tiny chat model in a directory read images, as LAYOUT says; its weights stay those of a model
-    of text."""
-    from transformers import AutoTokenizer  # here: importing it takes seconds
+    """Put a tiny random Qwen3-VL, which reads images as LAYOUT says, into the directory of a chat model, of
+    which only the tokenizer stays."""
+    from transformers import (
+        AutoConfig,
+        AutoModelForImageTextToText,
+        AutoTokenizer,
+    )  # the import takes seconds
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.add_tokens(list(IMAGE_TOKENS), special_tokens=True)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
 
-    config = json.loads((directory / "config.json").read_text())
-    config |= {
-        "model_type": "qwen3_vl",
-        "vision_config": {"patch_size": LAYOUT.patch_size, "spatial_merge_size": LAYOUT.merge_size},
-        "image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>"),
-    }
-    (directory / "config.json").write_text(json.dumps(config))
+    config = AutoConfig.for_model(
+        "qwen3_vl",
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+            "eos_token_id": tokenizer.eos_token_id,
+        },
+        vision_config={
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "depth": 1,
+            "num_heads": 1,
+            "out_hidden_size": 16,
+            "patch_size": LAYOUT.patch_size,
+            "spatial_merge_size": LAYOUT.merge_size,
+            "deepstack_visual_indexes": [0],
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(directory)
     write_image_processor(directory)
 
 
