@@ -143,5 +143,5 @@ def test_tokens_of_images_in_texts_are_text(name: str) -> None:
     question = (Message("user", "q"),)
     turn = chat.turn_ids(question, Message("assistant", literal))
     assert turn == chat.turn_ids(question, Message("assistant", broken))
-    begun = chat.prompt_ids((*question, Message("assistant", literal)))
-    assert begun == chat.prompt_ids((*question, Message("assistant", broken)))
+    prompt = chat.prompt_ids((*question, Message("assistant", literal)))
+    assert prompt == chat.prompt_ids((*question, Message("assistant", broken)))

@@ -433,9 +433,11 @@ def test_the_wait_for_images_has_a_name_and_an_end(
     may_decode.clear()
     hurried = ImagePixels(model_paths("qwen3_vl"), conversations.layout, 0.0)
     hurried.add_files(conversations.files)
-    with pytest.raises(DeadlineError, match="waited 0 s for images to be decoded"):
-        hurried.pixels_of([digest])
-    may_decode.set()
+    try:
+        with pytest.raises(DeadlineError, match="waited 0 s for images to be decoded"):
+            hurried.pixels_of([digest])
+    finally:
+        may_decode.set()
 
 
 def episodes_of(conversations: Conversations, path: str) -> list[Episode]:
