@@ -442,7 +442,10 @@ def test_what_does_no_harm_is_read_or_left_out() -> None:
         CHAT.read(json.dumps({"messages": [refusal, BRIEF]}).encode()),
         RESPONSES.read(json.dumps({"input": [{"type": "web_search_call"}, refusal, BRIEF]}).encode()),
     ):
-        assert agent_exchange.agent_request.messages == (Message("assistant", "no"), Message("system", "be brief"))
+        assert agent_exchange.agent_request.messages == (
+            Message("assistant", "no"),
+            Message("system", "be brief"),
+        )
     thought = {"type": "reasoning", "summary": []}
     call = {"type": "web_search_call", "id": "ws", "action": {}}
     items = [thought, call, {"role": "assistant", "content": "so"}, {"role": "user", "content": "q"}]
