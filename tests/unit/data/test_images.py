@@ -29,7 +29,7 @@ from asyncrl.data.samples import read_samples
 from asyncrl.errors import ConfigError
 from asyncrl.types import IMAGE_MARK, ImageRef, Message, Sample, ToolCall, ToolReply, readable_content
 from asyncrl.vision.files import StoredImage, image_digest, prepare_decoded, prepare_image
-from tests.fakes.image_data import LAYOUT, image_file
+from tests.fakes.image_data import LAYOUT, animated_file, encode_image, image_file, noise
 from tools import make_geometry
 
 RED = image_file(color="red")
@@ -207,27 +207,16 @@ def test_texts_and_images_keep_their_order(tmp_path: Path, contents: list[list[b
 # -- faults ------------------------------------------------------------------------------------------
 
 
-def noisy_png() -> bytes:
-    image = PIL.Image.frombytes("RGB", (64, 64), random.Random(0).randbytes(64 * 64 * 3))
-    file = io.BytesIO()
-    image.save(file, format="PNG")
-    return file.getvalue()
-
-
-def animation() -> bytes:
-    file = io.BytesIO()
-    frames = [PIL.Image.new("RGB", (64, 64), color) for color in ("red", "blue", "green")]
-    frames[0].save(file, format="GIF", save_all=True, append_images=frames[1:])
-    return file.getvalue()
-
-
 FAULTS: dict[str, tuple[Any, str]] = {
-    "truncated": (lambda: noisy_png()[:-900], "the image file is damaged .*write the file again"),
+    "truncated": (
+        lambda: encode_image(PIL.Image.fromarray(noise(64, 64)))[:-900],
+        "the image file is damaged .*write the file again",
+    ),
     "large": (
         lambda: image_file(20_000, 32),
         "20000 x 32 pixels, but a side may have at most 16384; scale it down",
     ),
-    "animated": (animation, "3 frames, but only still images are allowed; choose one frame"),
+    "animated": (animated_file, "3 frames, but only still images are allowed; choose one frame"),
     "deep": (lambda: image_file(mode="I;16", color=7), "16 bits per channel; convert it to 8 bits"),
     "text": (lambda: b"\xff\xd8 no image", r"a supported format \(PNG, .*\); write a PNG or JPEG"),
     "narrow": (lambda: image_file(8_000, 10), "800 times the shorter side .*crop it"),
