@@ -420,7 +420,7 @@ def measure_bytes(options: argparse.Namespace) -> None:
     )
     print(table(["", "files", "bytes of a file", "bytes with all that comes with it", "ratio"], lines))
 
-    # Of each group's common figure the store has one file for GROUP_SIZE that were sent.
+    # The common figure of a group is sent GROUP_SIZE times, and stored once.
     episode_count = sent_files // (IMAGES - 1)
     print(
         f"\n{episode_count:,} episodes; {sent_files / file_count:.2f} files are sent for each one that is "
