@@ -8,15 +8,17 @@ unblocks: episodes that are about to sample, ranks that are about to train
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.data.run_images import RunImages
 from asyncrl.episodes.image_checks import require_images
-from asyncrl.errors import ConfigError, ProtocolError
+from asyncrl.errors import ProtocolError
 from asyncrl.store.schema import StoreError
 from asyncrl.types import Turn
 from asyncrl.vision.files import MAX_STORED_BYTES, image_digest, is_image_file
 from asyncrl.vision.image_ids import has_image_ids
+from asyncrl.vision.layout import layout_or_refusal
 from asyncrl.wire.messages.shared import ImageFiles, ImageRequest
 
 
@@ -27,11 +29,7 @@ class ImageHandler:
         self._store = state.journal.store
         self._outbox = state.journal.outbox
         self._images = RunImages.open(state.run_dir, self._store.reader)
-        try:
-            require_images(state.config)
-            self._refusal = ""
-        except ConfigError as error:
-            self._refusal = str(error)
+        _, self._refusal = layout_or_refusal(partial(require_images, state.config))
 
     def send_files(self, peer: bytes, message: ImageRequest) -> None:
         """Send the files that a peer asks for."""

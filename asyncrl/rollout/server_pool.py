@@ -423,7 +423,12 @@ def connector(config: RunConfig, scorer: str = "") -> Connect:
 
     def connect(entry: EngineEntry, usage: EngineUse) -> SGLangClient:
         return SGLangClient(
-            ServerApi(entry.url, *api_keys), config, vocabulary, usage, entry.incarnation, prompt_writer
+            ServerApi(entry.url, *api_keys),
+            config,
+            vocabulary=vocabulary,
+            use=usage,
+            salt=entry.incarnation,
+            prompt_writer=prompt_writer,
         )
 
     return connect

@@ -146,20 +146,22 @@ def _make_tool(
 
 def result_content(result: Any) -> ResultContent:
     """Return the texts and images of a CallToolResult, each on new lines, and the types of other blocks; the
-    structured content if no block is a text, because servers repeat it as text. ToolError: the tool reports
-    an error."""
+    structured content if there is no text, because servers repeat it as text. ToolError: the tool reports an
+    error."""
     blocks: list[str | ImageFile] = []
+    has_text = False
     for block in result.content:
         if block.type == "text":
             blocks.append(str(block.text))
+            has_text |= bool(block.text)
         elif block.type == "image":
             blocks.append(ImageFile(str(block.data)))
         elif block.type == "resource" and hasattr(block.resource, "text"):
             blocks.append(str(block.resource.text))
+            has_text |= bool(block.resource.text)
         else:
             blocks.append(f"[{block.uri if block.type == 'resource_link' else block.type}]")
 
-    has_text = any(block and isinstance(block, str) for block in blocks)
     if result.structured_content is not None and not has_text:
         structured_text = msgspec.json.encode(result.structured_content).decode()
         blocks = [*(block for block in blocks if block), structured_text]

@@ -13,7 +13,7 @@ is, so engine and trainer read the same pixels.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -153,6 +153,16 @@ class ImageLayout(msgspec.Struct, frozen=True):
         rows, columns = self.grid(height, width)
         return rows * columns
 
+    def placeholder_complaint(self, ids: Sequence[int]) -> str:
+        """Return what is wrong with a prompt that has the placeholder itself, where the model would look for
+        an image; "" for other prompts."""
+        if self.placeholder not in ids:
+            return ""
+        return (
+            f"the prompt has the token {self.placeholder}, which stands for images, instead of image ids; "
+            "remove image tokens from the text"
+        )
+
 
 def place_images(ids: Sequence[int], images: Sequence[ImageRef], layout: ImageLayout) -> tuple[int, ...]:
     """Put the ids of images, in order, in the place of the placeholders among `ids`. ConfigError for another
@@ -228,6 +238,15 @@ def read_image_layout(model_directory: str) -> ImageLayout:
     # The smallest image must have enough ids to spell its digest.
     smallest_run = layout.limit_scale * MIN_RUN_IDS * layout.factor**2
     return msgspec.structs.replace(layout, min_pixels=max(layout.min_pixels, smallest_run))
+
+
+def layout_or_refusal(read_layout: Callable[[], ImageLayout]) -> tuple[ImageLayout | None, str]:
+    """Return the layout and "", or None and the reason why the model reads no images: the text of the
+    ConfigError of `read_layout`."""
+    try:
+        return read_layout(), ""
+    except ConfigError as error:
+        return None, str(error)
 
 
 def read_processor(directory: Path) -> dict[str, Any]:

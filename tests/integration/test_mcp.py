@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mcp.types import CallToolResult, ImageContent, TextContent
+from mcp.types import (
+    AudioContent,
+    CallToolResult,
+    EmbeddedResource,
+    ImageContent,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+)
 
 from asyncrl import ImageFile
 from asyncrl.engines.sglang.process import reserve_port
@@ -188,6 +196,17 @@ def test_structured_content_beside_images_is_read() -> None:
         assert (
             result_content(CallToolResult(content=content, structured_content=structured)) == '{"width":64}'
         )
+
+    # The names of blocks that a model cannot read are no text of the server.
+    sound = AudioContent(type="audio", data="UklGRg==", mime_type="audio/wav")
+    link = ResourceLink(type="resource_link", name="map", uri="file:///map")
+    result = CallToolResult(content=[sound, link], structured_content=structured)
+    assert result_content(result) == '[audio]\n[file:///map]\n{"width":64}'
+
+    text_resource = TextResourceContents(uri="file:///size", text='{"width": 64}')
+    resource = EmbeddedResource(type="resource", resource=text_resource)
+    result = CallToolResult(content=[resource, sound], structured_content=structured)
+    assert result_content(result) == '{"width": 64}\n[audio]'
 
 
 def test_two_servers_with_names_and_variables_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

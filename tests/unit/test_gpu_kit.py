@@ -91,6 +91,33 @@ def test_without_time_a_part_is_not_run(tmp_path: Path) -> None:
     assert code == 1 and report["parts"][0]["state"] == "not run"
 
 
+@pytest.mark.full
+def test_the_part_images_meets_its_goals_in_small_sizes(tmp_path: Path) -> None:
+    """As `make gpu-check` runs it, on a CPU."""
+    kit = tmp_path / "kit"
+    build = [sys.executable, str(KIT / "build.py"), "--no-site", "--out", str(kit)]
+    subprocess.run(build, check=True, timeout=60, capture_output=True)
+    command = [sys.executable, str(kit / "check.py"), "--device", "cpu", "--only", "images"]
+    code = subprocess.run([*command, "--out", str(tmp_path / "out")], timeout=200).returncode
+
+    (part,) = json.loads((tmp_path / "out" / "report.json").read_text())["parts"]
+    findings = {finding["name"]: finding for finding in part["findings"]}
+    assert (code, part["state"], part["ok"]) == (0, "done", True), part
+    for stage in ("decoding", "engine, float32", "engine, bfloat16", "trainer, float32", "trainer, bfloat16"):
+        assert any(name.startswith(stage) for name in findings), stage
+    assert {name for name, finding in findings.items() if finding["ok"]} == {
+        "engine, float32: log-probs",
+        "engine, float32: encoded",
+        "engine, bfloat16: log-probs",
+        "engine, bfloat16: encoded",
+        "trainer, float32: packed",
+        "trainer, float32: tree",
+        "trainer.packing=tree in a run",
+        "trainer, bfloat16: a step of pictures",
+        "trainer, bfloat16: a step of text alone",
+    }
+
+
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_says_what_it_asks_and_how_long_it_may_take(name: str) -> None:
     tree = ast.parse((KIT / "parts" / f"{name}.py").read_text())

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from asyncrl.engines.sglang.stream import BASE_LABEL, MetaInfo, decode_event
+from asyncrl.engines.sglang.stream import BASE_LABEL, MetaInfo, check_image_sizes, decode_event
 from asyncrl.engines.sglang.transport import HttpTransport, KeyRejected, ServerGone, error_text
 from asyncrl.errors import UNDECODABLE, AsyncrlError, EngineError
 from asyncrl.weights.manifest import WeightsError
@@ -218,6 +218,9 @@ class ServerApi(HttpTransport):
             body["lora_path"] = adapter
 
         meta_info = decode_event(await self.generate_whole(body, seconds)).meta_info
+        if "image_data" in body:
+            check_image_sizes(meta_info.prompt_tokens, len(ids))
+
         scored_ids = [entry.id for entry in meta_info.input_token_logprobs]
         expected_ids = ids[start:]
         # A server names the last id of its vocabulary, and the ids of images, 0, beside their own log-probs.

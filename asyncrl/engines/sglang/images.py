@@ -11,12 +11,13 @@ compare the number of tokens that the server reports.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from asyncrl.engines.base import EngineRefused
 from asyncrl.errors import ConfigError
 from asyncrl.vision.image_ids import collapse_runs, find_whole_runs
-from asyncrl.vision.layout import ImageLayout, read_image_layout
+from asyncrl.vision.layout import ImageLayout, layout_or_refusal, read_image_layout
 
 
 class PromptWriter:
@@ -29,11 +30,10 @@ class PromptWriter:
 
     @classmethod
     def of_model(cls, model_directory: str) -> PromptWriter:
-        """Return the writer for the model in a directory, which may be a model of text alone."""
-        try:
-            return cls(read_image_layout(model_directory))
-        except ConfigError as error:
-            return cls(layout=None, refusal=str(error))
+        """Return the writer for the model in a directory, which may be a model of text alone, or of a family
+        whose images servers do not read as asyncrl does."""
+        layout, refusal = layout_or_refusal(partial(read_served_layout, model_directory))
+        return cls(layout, refusal)
 
     def write_prompt(self, ids: tuple[int, ...], files: Mapping[str, bytes]) -> dict[str, Any]:
         """Return the fields of a request for the prompt `ids`. `files`: the stored file of each image, by
@@ -45,11 +45,8 @@ class PromptWriter:
 
         if self.layout is None:
             raise EngineRefused(f"the prompt has images: {self._refusal}")
-        if self.layout.placeholder in ids:
-            raise EngineRefused(
-                f"the prompt has the token {self.layout.placeholder}, which stands for images, instead of "
-                "image ids; remove image tokens from the text"
-            )
+        if complaint := self.layout.placeholder_complaint(ids):
+            raise EngineRefused(complaint)
         # A server looks for images behind other tokens; its request handler fails where there is none.
         image_ends = {0, *(run.end for run in runs)}
         if any(run.start in image_ends for run in runs):
@@ -65,6 +62,18 @@ class PromptWriter:
             "input_ids": collapse_runs(ids, self.layout.placeholder),
             "image_data": [files[run.digest] for run in runs],
         }
+
+
+def read_served_layout(model_directory: str) -> ImageLayout:
+    """Return how SGLang servers of the model in a directory read images. ConfigError as `read_image_layout`,
+    and for a family whose prompts with images servers tokenize again."""
+    layout = read_image_layout(model_directory)
+    if layout.scaling != "qwen":
+        raise ConfigError(
+            f"{model_directory}: SGLang servers tokenize prompts with images again, perhaps into other "
+            "tokens than the trainer's; use a model of the Qwen family"
+        )
+    return layout
 
 
 TEXT_ONLY = PromptWriter(layout=None)

@@ -106,6 +106,17 @@ def decode_event(payload: bytes) -> StreamEvent:
     return event
 
 
+def check_image_sizes(prompt_tokens: int, expected_tokens: int) -> None:
+    """EngineRefused if a server read a prompt with images as another number of tokens. `prompt_tokens`: as
+    the server reports them; 0 before it does."""
+    if prompt_tokens not in (0, expected_tokens):
+        raise EngineRefused(
+            f"the server read a prompt with images as {prompt_tokens} tokens instead of {expected_tokens}: "
+            "its image processor scales images that are scaled already; start it with the "
+            "preprocessor_config.json of model.path"
+        )
+
+
 class StreamedTurn:
     """Collects one request's tokens.
 
@@ -157,12 +168,8 @@ class StreamedTurn:
             raise EngineError(f"{lost_tokens} of {total_tokens} tokens are missing from the server's stream")
 
         self.prompt_tokens = max(self.prompt_tokens, meta.prompt_tokens)
-        if self.request.images and self.prompt_tokens not in (0, len(self.request.ids)):
-            raise EngineRefused(
-                f"the server read a prompt with images as {self.prompt_tokens} tokens instead of "
-                f"{len(self.request.ids)}: its image processor scales images that are scaled already; start "
-                "it with the preprocessor_config.json of model.path"
-            )
+        if self.request.images:
+            check_image_sizes(self.prompt_tokens, len(self.request.ids))
         self.cached_tokens = max(self.cached_tokens, meta.cached_tokens)
         self.retractions = max(self.retractions, meta.num_retractions)
         self._seen_labels.add(meta.weight_version)

@@ -261,7 +261,8 @@ class TorchEngine:
         request = Request(session, ids, Sampling(0, ()), images=files)
         self._image_reader.check(request)
         prompt_images = await self._read_images(request)
-        assert prompt_images is not None, "nothing releases the session of a scored row"
+        if prompt_images is None:
+            raise EngineError(f"session {session!r} was released while its images were read")
         return prompt_images
 
     async def _compute_in_thread(self, compute: Callable[[], T]) -> T:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from asyncrl.engines.base import EngineRefused, Request
 from asyncrl.errors import ConfigError
 from asyncrl.vision.files import ImageError
 from asyncrl.vision.image_ids import ImageRun, find_whole_runs
-from asyncrl.vision.layout import ImageLayout, read_image_layout
+from asyncrl.vision.layout import ImageLayout, layout_or_refusal, read_image_layout
 from asyncrl.vision.pixels import PixelReader, Pixels, image_size
 from asyncrl.vision.positions import rope_positions
 
@@ -168,18 +169,13 @@ class ImageReader:
     @classmethod
     def of_model(cls, model_directory: str) -> ImageReader:
         """Return the reader for the model in a directory, which may be a model of text alone."""
-        try:
-            return cls(model_directory, read_image_layout(model_directory))
-        except ConfigError as error:
-            return cls(model_directory, layout=None, refusal=str(error))
+        layout, refusal = layout_or_refusal(partial(read_image_layout, model_directory))
+        return cls(model_directory, layout, refusal)
 
     def check(self, request: Request) -> None:
         """Raise EngineRefused for the model's placeholder where no image is: the model would look for one."""
-        if self.layout is not None and self.layout.placeholder in request.ids:
-            raise EngineRefused(
-                f"session {request.session!r}: the prompt has the token {self.layout.placeholder}, which "
-                "stands for images, instead of image ids; remove image tokens from the text"
-            )
+        if self.layout is not None and (complaint := self.layout.placeholder_complaint(request.ids)):
+            raise EngineRefused(f"session {request.session!r}: {complaint}")
 
     def read(self, request: Request, kept_length: int) -> PromptImages:
         """Find the images of a request, and read the patches of those behind the first `kept_length` ids,

@@ -397,6 +397,33 @@ async def test_images_are_read_beside_the_loop_and_the_steps(
     await engine.close()
 
 
+async def test_a_scored_row_whose_session_is_released_has_no_scores(
+    vision: TinyVision, monkeypatch: pytest.MonkeyPatch
+):
+    may_read = threading.Event()
+    is_reading = threading.Event()
+
+    def read_late(self: PixelReader, file: bytes) -> None:
+        is_reading.set()
+        assert may_read.wait(60)
+
+    monkeypatch.setattr(PixelReader, "read", read_late)
+    engine = vision.serve()
+    ids = text(3) + vision.picture(2, 3) + text(2)
+    rows = [
+        asyncio.create_task(engine.score(ids, vision.files)) for _ in range(2)
+    ]  # one waits for the thread
+    try:
+        assert await asyncio.to_thread(is_reading.wait, 60)
+        engine.release("scored row 1")
+        with pytest.raises(EngineError, match="'scored row 1' was released while its images were read"):
+            await rows[1]
+    finally:
+        may_read.set()
+        await asyncio.gather(*rows, return_exceptions=True)
+        await engine.close()
+
+
 async def test_a_cancelled_request_and_a_closed_engine_wait_for_no_image(
     vision: TinyVision, monkeypatch: pytest.MonkeyPatch
 ):

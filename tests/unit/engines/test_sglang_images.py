@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -12,12 +14,14 @@ import pytest
 from msgspec.structs import replace
 
 from asyncrl.engines.base import EngineRefused, Request
+from asyncrl.engines.sglang import transport
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.engines.sglang.images import TEXT_ONLY, PromptWriter
 from asyncrl.vision.files import image_digest
 from asyncrl.vision.image_ids import image_ids
 from asyncrl.vision.layout import ImageLayout
+from tests.fakes.image_data import write_image_processor
 from tests.fakes.sglang import DONE, Script, event, scripted, sglang_config
 
 from .tiny import ask
@@ -100,12 +104,88 @@ async def test_a_prompt_that_no_server_can_read_is_not_sent(
         assert script.requests == []
 
 
+@pytest.mark.parametrize("file_step", [3, 6, 1 << 20])
+async def test_the_files_of_a_request_are_encoded_in_steps(
+    file_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encoding holds Python's lock, and so stops the event loop."""
+    encoded_lengths: list[int] = []
+
+    def encode(part: bytes) -> bytes:
+        encoded_lengths.append(len(part))
+        return base64.b64encode(part)
+
+    monkeypatch.setattr(transport, "FILE_STEP", file_step)
+    monkeypatch.setattr(transport, "base64", SimpleNamespace(b64encode=encode))
+    files = [bytes(range(length)) for length in (1, 2, 3, 5, 6, 7, 12, 13)]
+    body = {"input_ids": (1, 2), "image_data": files, "return_logprob": True}
+
+    async with scripted() as script:
+        script.says("/generate", 200, b"{}")
+        api = ServerApi(script.url)
+        await api.generate_whole(body)
+        await api.generate_whole({"input_ids": (1, 2), "image_data": []})
+        await api.close()
+
+    sent_body, sent_text_body = (request[1] for request in script.requests)
+    assert [base64.b64decode(text) for text in sent_body.pop("image_data")] == files
+    assert sent_body == {"input_ids": [1, 2], "return_logprob": True}
+    assert sent_text_body == {"input_ids": [1, 2], "image_data": []}
+    assert sum(encoded_lengths) == sum(map(len, files))
+    assert max(encoded_lengths) <= file_step
+
+
+async def test_the_log_probs_of_a_row_with_images_are_taken_by_position() -> None:
+    """A server names the ids of images 0."""
+    ids = (5, *PNG_IDS, 6, 7)
+    scored = [[None, 5], *([-9.0, 0] for _ in PNG_IDS), [-0.5, 6], [-0.25, 7]]
+    async with connected(PromptWriter(LAYOUT)) as (script, client):
+        meta_info = {"prompt_tokens": len(ids), "input_token_logprobs": scored}
+        script.says("/generate", 200, msgspec.json.encode({"meta_info": meta_info}))
+        logprobs = await client.score(ids, FILES)
+
+    assert logprobs == (*(-9.0 for _ in PNG_IDS), -0.5, -0.25)
+    [(_, body, _)] = script.requests
+    assert body["input_ids"] == [5, PLACEHOLDER, 6, 7]
+    assert [base64.b64decode(text) for text in body["image_data"]] == [FILES[PNG_DIGEST]]
+    assert (body["logprob_start_len"], body["sampling_params"]["max_new_tokens"]) == (0, 0)
+
+
+async def test_a_scorer_that_scales_images_again_is_refused() -> None:
+    ids = (5, *PNG_IDS, 6)
+    scored = [[None, 5], *([-9.0, 0] for _ in range(len(PNG_IDS) + 2)), [-0.5, 6]]
+    async with connected(PromptWriter(LAYOUT)) as (script, client):
+        meta_info = {"prompt_tokens": len(ids) + 2, "input_token_logprobs": scored}
+        script.says("/generate", 200, msgspec.json.encode({"meta_info": meta_info}))
+        for scoring in (client.score(ids, FILES), client.read(ids, 1, 0, FILES)):
+            with pytest.raises(EngineRefused, match="as 10 tokens instead of 8: its image processor scales"):
+                await scoring
+
+
+def test_images_of_families_whose_prompts_servers_tokenize_again_are_refused(tmp_path: Path) -> None:
+    model_config = {"model_type": "qwen3_vl", "vision_config": {}, "image_token_id": PLACEHOLDER}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(model_config))
+    write_image_processor(tmp_path)
+    ids = (5, *PNG_IDS, 6)
+    writer = PromptWriter.of_model(str(tmp_path))
+    assert writer.write_prompt(ids, FILES)["image_data"] == [FILES[PNG_DIGEST]]
+
+    processor_path = tmp_path / "preprocessor_config.json"
+    processor = msgspec.json.decode(processor_path.read_bytes())
+    processor["image_processor_type"] = "Glm4vImageProcessor"
+    processor_path.write_bytes(msgspec.json.encode(processor))
+    glm_writer = PromptWriter.of_model(str(tmp_path))
+    assert glm_writer.write_prompt((5, 6), FILES) == {"input_ids": (5, 6)}
+    with pytest.raises(EngineRefused, match=r"the prompt has images: .* tokenize prompts with images again"):
+        glm_writer.write_prompt(ids, FILES)
+
+
 async def test_a_scorer_reads_turns_behind_images() -> None:
     """A server names the ids of images 0."""
     ids = (5, *PNG_IDS, 6, 7)
-    scored = [[None, 0], *([-9.0, 0] for _ in PNG_IDS[1:]), [-0.5, 6], [-0.25, 7]]
     async with connected(PromptWriter(LAYOUT)) as (script, client):
-        meta_info = {"prompt_tokens": len(ids), "input_token_logprobs": scored[-3:]}
+        scored = [[None, 0], [-0.5, 6], [-0.25, 7]]
+        meta_info = {"prompt_tokens": len(ids), "input_token_logprobs": scored}
         script.says("/generate", 200, msgspec.json.encode({"meta_info": meta_info}))
         scores = await client.read(ids, 2, 0, FILES)
         assert np.frombuffer(scores.logprobs, "<f4").tolist() == [-0.5, -0.25]

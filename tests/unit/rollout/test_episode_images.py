@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +15,6 @@ from asyncrl.buffer.records import LOSSES, RESUMABLE, EpisodeRecord
 from asyncrl.environments import image_observation
 from asyncrl.gateway import Endpoint
 from asyncrl.rollout import images
-from asyncrl.rollout.images import EpisodeImages, LostImageError, WorkerImages
 from asyncrl.tools import tool
 from asyncrl.types import FailReason, Message, Observation, Sample, TurnReply
 from asyncrl.vision.content import ImageFile
@@ -26,6 +24,7 @@ from asyncrl.wire.messages.worker import Generated, Replied
 from tests.fakes.agents import AgentBench, message
 from tests.fakes.chat import IMAGE_LAYOUT, FakeChat, call
 from tests.fakes.episodes import TurnBench
+from tests.unit.rollout.test_images import Coordinator
 from tests.unit.rollout.test_turn_player import Game, nothing
 
 RED = PIL.Image.new("RGB", (64, 48), "red")
@@ -231,21 +230,31 @@ def test_an_agent_with_images_goes_on_after_a_crash() -> None:
     assert posted_images(resumed) == [(Generated, [BLUE_DIGEST])]
 
 
-def test_an_episode_whose_image_is_lost_starts_again_within_its_retries(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def lose(worker_images: WorkerImages, digests: Sequence[str]) -> dict[str, bytes]:
-        raise LostImageError(f"image {digests[0]} is no longer stored")
+def test_an_episode_whose_image_is_lost_starts_again_within_its_retries() -> None:
+    """A worker that resumes an episode asks for the image of a recorded reply."""
 
-    monkeypatch.setattr(WorkerImages, "files_of", lose)
-    bench = TurnBench(["7", "42"], nothing, Gallery, chat=chat())
-    monkeypatch.setattr(EpisodeImages, "add", lambda episode_images, image: image.ref)
-    failure = bench.failed()
+    @tool(name="look")
+    def look() -> PIL.Image.Image:
+        """Look."""
+        return RED
+
+    uninterrupted = TurnBench([call("look"), "42"], nothing, chat=chat())
+    uninterrupted.tools = {"look": look}
+    uninterrupted.finished()
+
+    coordinator = Coordinator()  # has no file of the image
+    resumed = TurnBench(["42"], nothing, chat=chat())
+    resumed.tools = {"look": look}
+    resumed.context.images = coordinator.worker
+    failure = resumed.failed(uninterrupted.record[:2])
+    assert coordinator.requests == [(RED_DIGEST,)]
+    assert resumed.engine.requests == []
     assert failure.reason is FailReason.IMAGE_LOST
+    assert f"image {RED_DIGEST} is no longer stored" in failure.detail
+
     assert failure.reason not in RESUMABLE and failure.reason not in LOSSES
     episode = EpisodeRecord("u", 0, 0)
     assert [episode.prepare_retry(failure.reason, retries=2) for _ in range(3)] == [True, True, False]
-    assert f"image {RED_DIGEST} is no longer stored" in failure.detail
 
 
 def test_images_that_a_record_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ the floor is the rounding of that forward: its distance from float32 with the sa
 
 The trainer then computes such rows packed and as a tree; reference: transformers, row by row, in float32.
 At last come steps of a run in bfloat16 with a frozen tower: pairs of rows with a common prompt, whose picture
-is encoded once. Pixels are decoded before, as in a run, where threads decode during the micro-batch before.
+is encoded once. Each step has new pictures. A rank decodes them before it trains, which is timed by itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from asyncrl.vision.pixels import PixelReader, Pixels
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 from parts.common import EXACT, Context, Finding, exact_float32, memory, stage, synchronize, timed
 from parts.rows import distances, formatted, measured
-from parts.steps import Episode
+from parts.steps import Episode, without_gradient_check
 
 SECONDS = 150
 OPTIONAL = True
@@ -174,7 +174,7 @@ def run(context: Context) -> Iterator[Finding]:
     try:
         case = write_model(context)
         pictures = [case.picture(seed) for seed in range(3)]
-        yield from decoding_times(context, case)
+        yield from stage("decoding", 10.0, lambda: decoding_times(context, case), context)
         with exact_float32():
             for dtype in ("float32", "bfloat16"):
                 yield from stage(
@@ -331,10 +331,18 @@ def compare(
 ) -> Finding:
     """Compare the engine's log-probs with those of transformers."""
     exact = case.plain_model("float32", context)
-    rounded = exact if dtype == "float32" else case.plain_model(dtype, context)
     with torch.no_grad():
-        expected = torch.cat([plain_logprobs(rounded, case, row, pictures) for row in rows]).cpu()
         exact_logprobs = torch.cat([plain_logprobs(exact, case, row, pictures) for row in rows]).cpu()
+        if dtype == "float32":
+            expected = exact_logprobs
+            largest_goal = mean_goal = EXACT
+        else:
+            rounded = case.plain_model(dtype, context)
+            expected = torch.cat([plain_logprobs(rounded, case, row, pictures) for row in rows]).cpu()
+            floor = (expected - exact_logprobs).abs()
+            largest_goal = FLOORS * float(floor.max())
+            mean_goal = FLOORS * float(floor.mean())
+
         # If the picture did not matter, the comparison would say nothing of images.
         third = rows[2]
         start, end, _ = find_runs(third.ids)[0]
@@ -344,9 +352,6 @@ def compare(
         influence = float((read_logprobs - plain_logprobs(exact, case, changed, pictures)).abs().max())
 
     gap = (torch.cat([row.logprobs for row in rows]) - expected).abs()
-    floor = (expected - exact_logprobs).abs()
-    largest_goal = EXACT if dtype == "float32" else FLOORS * float(floor.max())
-    mean_goal = EXACT if dtype == "float32" else FLOORS * float(floor.mean())
     meets_goals = float(gap.max()) <= largest_goal and float(gap.mean()) <= mean_goal
     return Finding(
         f"engine, {dtype}: log-probs",
@@ -453,22 +458,32 @@ def steps(context: Context, world: World, case: Case) -> Iterator[Finding]:
             "trainer": {"packing": "tree", "micro_batch_tokens": tokens},
         }
     )
-    learner = Learner(config, world)
+    with without_gradient_check():
+        learner = Learner(config, world)
     yield Finding("trainer.packing=tree in a run", learner.packing, "tree", learner.packing == "tree")
 
-    stored = [case.picture(seed) for seed in range(PAIRS)]
-    files = {picture.ref.digest: picture.file for picture in stored}
-    pictures_by_kind: dict[str, list[StoredImage]] = {"pictures": stored, "text alone": []}
-    for kind, pictures in pictures_by_kind.items():
+    picture_ids = 0
+    for kind, count in {"pictures": PAIRS, "text alone": 0}.items():
         if not context.small:
             torch.cuda.reset_peak_memory_stats()
+        decoding_durations: list[float] = []
         durations: list[float] = []
         metrics: dict[str, float] = {}
         for _ in range(STEPS):
+            seeds = range(PAIRS * learner.step, PAIRS * learner.step + count)
+            pictures = [case.picture(seed) for seed in seeds]
             step_episodes = episodes(case, pictures, learner.step)
+            if pictures:
+                picture_ids = len(case.ids_of(pictures[0]))
+                files = {picture.ref.digest: picture.file for picture in pictures}
+                began = time.perf_counter()
+                readable_episodes = list(learner.take_images(step_episodes, files))
+                decoding_durations.append(time.perf_counter() - began)
+                assert len(readable_episodes) == len(step_episodes)
+
             synchronize(context)
             began = time.perf_counter()
-            learner.accumulate(learner.take_images(step_episodes, files) if pictures else step_episodes)
+            learner.accumulate(step_episodes)
             metrics = learner.finish()
             synchronize(context)
             durations.append(time.perf_counter() - began)
@@ -477,9 +492,7 @@ def steps(context: Context, world: World, case: Case) -> Iterator[Finding]:
         norm = metrics["actor/grad_norm"]
         value = f"{spent:.3g} s a step; {2 * PAIRS * length / spent:,.0f} tokens/s of rows, "
         value += f"{tokens / spent:,.0f} computed"
-        note = (
-            f"{2 * PAIRS} rows of {length:,} tokens, {len(pictures)} pictures; the first {durations[0]:.3g} s"
-        )
+        note = f"{2 * PAIRS} rows of {length:,} tokens, {count} new pictures; the first {durations[0]:.3g} s"
         yield Finding(
             f"trainer, bfloat16: a step of {kind}",
             value,
@@ -487,8 +500,14 @@ def steps(context: Context, world: World, case: Case) -> Iterator[Finding]:
             bool(np.isfinite(norm) and norm > 0),
             note,
         )
-        if pictures:
-            estimate = footprint(with_recomputation(config, learner.recomputation.every)).total
+        if decoding_durations:
+            decoding = float(np.median(decoding_durations))
+            yield Finding(
+                f"trainer: decoding the {count} pictures of a step",
+                f"{1e3 * decoding:.3g} ms (median of {STEPS})",
+            )
+            recomputed_config = with_recomputation(config, learner.recomputation.every)
+            estimate = footprint(recomputed_config, sequence_image_ids=picture_ids).total
             allocated = 0.0 if context.small else float(torch.cuda.max_memory_allocated())
             yield memory(f"trainer, bfloat16: a step of {kind}", allocated, float(estimate), context)
 

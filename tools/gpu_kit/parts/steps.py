@@ -68,13 +68,21 @@ def write_sizes(config: Any, directory: Path) -> None:
 @contextmanager
 def random_weights() -> Iterator[None]:
     """Inside, the trainer fills its shards with random numbers where they lie: no gigabytes are written and
-    read. Nor does it compare packed rows with rows one by one, as the part `packing` does: for that layers
-    would be compiled for padded rows, too."""
+    read. Nor does it check gradients."""
     with (
         mock.patch("asyncrl.trainer.loading.locate_tensors", _everywhere),
         mock.patch("asyncrl.trainer.loading.fill_shards", _randomise),
-        mock.patch("asyncrl.trainer.packing.cached_gradient_check", return_value=dict.fromkeys(LAYOUTS, "")),
+        without_gradient_check(),
     ):
+        yield
+
+
+@contextmanager
+def without_gradient_check() -> Iterator[None]:
+    """Inside, the trainer does not compare packed rows and trees with rows one by one, as parts do: for that
+    layers would be compiled for padded rows, too."""
+    passed = dict.fromkeys(LAYOUTS, "")
+    with mock.patch("asyncrl.trainer.packing.cached_gradient_check", return_value=passed):
         yield
 
 
