@@ -459,7 +459,8 @@ class Branches:
         else:
             context = continuation
 
-        if chat.image_layout is not None and chat.image_layout.placeholder in context:
+        placeholders = () if chat.image_layout is None else chat.image_layout.placeholders
+        if any(placeholder in context for placeholder in placeholders):
             raise ConfigError(
                 "the prompt contains the token ID of an image; remove the ID, or send the image in a message"
             )

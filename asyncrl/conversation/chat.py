@@ -74,7 +74,7 @@ class Chat:
         image_tokens: set[str] = set()
         if image_layout is not None:
             image_tokens |= {
-                token for token, token_id in controls.items() if token_id == image_layout.placeholder
+                token for token, token_id in controls.items() if token_id in image_layout.placeholders
             }
             image_tokens |= find_image_tokens(renderer, controls)
             renderer = replace_field(renderer, plain_text=self.plain_text)
@@ -99,7 +99,7 @@ class Chat:
         all_stop_ids = [*(controls[token] for token in self._probe.stop_tokens()), *eos_ids, *extra_stop_ids]
         if image_layout is not None:
             # A sampled placeholder stands for no image: the turn, and the episode, ends there.
-            all_stop_ids.append(image_layout.placeholder)
+            all_stop_ids += image_layout.placeholders
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(all_stop_ids))
         self._stop_pattern = _pattern_of_any(
             token for token, token_id in controls.items() if token_id in self.stop_ids
@@ -246,8 +246,8 @@ class Chat:
         return text
 
     def is_placeholder(self, token: int) -> bool:
-        """Return True for the token that stands for a part of an image."""
-        return self.image_layout is not None and token == self.image_layout.placeholder
+        """Return True for a token that stands for a part of an image or a video."""
+        return self.image_layout is not None and token in self.image_layout.placeholders
 
     def content(self, text: str) -> str:
         """Return content that the model wrote without the tags that the template itself writes around content

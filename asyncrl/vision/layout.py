@@ -67,7 +67,8 @@ MAX_ASPECT_RATIO = 200  # longer side to shorter side
 
 
 class ImageLayout(msgspec.Struct, frozen=True):
-    """How a model reads images. `placeholder`: the id that stands for a patch. Limits in pixels of the scaled
+    """How a model reads images. `placeholder`: the id that stands for a patch; `video_placeholder`: the same
+    for videos, if the model reads them. Limits in pixels of the scaled
     image. A side of a scaled image is a multiple of `factor`; a merged patch of factor x factor pixels has
     one id."""
 
@@ -78,6 +79,12 @@ class ImageLayout(msgspec.Struct, frozen=True):
     temporal_patch_size: int
     min_pixels: int
     max_pixels: int
+    video_placeholder: int | None = None
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Return the ids at which the model or its engine looks for an image or a video."""
+        return tuple(token for token in (self.placeholder, self.video_placeholder) if token is not None)
 
     @property
     def factor(self) -> int:
@@ -154,14 +161,15 @@ class ImageLayout(msgspec.Struct, frozen=True):
         return rows * columns
 
     def placeholder_complaint(self, ids: Sequence[int]) -> str:
-        """Return what is wrong with a prompt that has the placeholder itself, where the model would look for
-        an image; "" for other prompts."""
-        if self.placeholder not in ids:
-            return ""
-        return (
-            f"the prompt has the token {self.placeholder}, which stands for images, instead of image ids; "
-            "remove image tokens from the text"
-        )
+        """Return what is wrong with a prompt that has a placeholder itself, where the model would look for an
+        image or a video; "" for other prompts."""
+        for placeholder in self.placeholders:
+            if placeholder in ids:
+                return (
+                    f"the prompt has the token {placeholder}, which stands for images, instead of image ids; "
+                    "remove image tokens from the text"
+                )
+        return ""
 
 
 def place_images(ids: Sequence[int], images: Sequence[ImageRef], layout: ImageLayout) -> tuple[int, ...]:
@@ -226,6 +234,7 @@ def read_image_layout(model_directory: str) -> ImageLayout:
         temporal_patch_size=int(processor.get("temporal_patch_size") or 2),
         min_pixels=int(processor.get("min_pixels") or limits.get("shortest_edge") or min_pixels),
         max_pixels=int(processor.get("max_pixels") or limits.get("longest_edge") or max_pixels),
+        video_placeholder=config.get("video_token_id"),
     )
 
     vision_config = config["vision_config"]

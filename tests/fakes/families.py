@@ -120,8 +120,8 @@ _TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 _DEEPSEEK = (
     *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
     *(
-        f"<｜tool▁{what}▁{edge}｜>"
-        for what in ("calls", "call", "outputs", "output")
+        f"<｜tool▁{kind}▁{edge}｜>"
+        for kind in ("calls", "call", "outputs", "output")
         for edge in ("begin", "end")
     ),
     "<｜tool▁sep｜>",
@@ -135,7 +135,7 @@ _RESULTS = ("[TOOL_RESULTS]", "[/TOOL_RESULTS]")
 _COMMAND = (
     *("<BOS_TOKEN>", "<EOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
     *(f"<|{role}_TOKEN|>" for role in ("SYSTEM", "USER", "CHATBOT")),
-    *(f"<|{edge}_{what}|>" for what in ("ACTION", "RESPONSE") for edge in ("START", "END")),
+    *(f"<|{edge}_{kind}|>" for kind in ("ACTION", "RESPONSE") for edge in ("START", "END")),
 )
 _BOS = {"<s>", "<BOS_TOKEN>", "<bos>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<|startoftext|>"}
 

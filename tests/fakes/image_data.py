@@ -7,8 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import PIL.Image
 
+from asyncrl.vision.files import StoredImage, prepare_decoded
+from asyncrl.vision.layout import ImageLayout
 from asyncrl.wire.messages.shared import ImageRequest
 from tests.fakes.layouts import qwen_layout
 
@@ -32,9 +35,32 @@ def image_file(
     **options: Any,
 ) -> bytes:
     """Return an image file of one colour. By default LAYOUT leaves the image as it is, with 4 ids."""
+    return encode_image(PIL.Image.new(mode, (width, height), color), kind, **options)
+
+
+def encode_image(image: PIL.Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """Return the file of an image in a format of Pillow, with the format's options."""
     file = io.BytesIO()
-    PIL.Image.new(mode, (width, height), color).save(file, format=kind, **options)
+    image.save(file, format=kind, **options)
     return file.getvalue()
+
+
+def animated_file(kind: str = "GIF") -> bytes:
+    """Return the file of an animation of 3 frames."""
+    first_frame, *later_frames = (PIL.Image.new("RGB", (64, 48), color) for color in ("red", "blue", "green"))
+    return encode_image(first_frame, kind, save_all=True, append_images=later_frames)
+
+
+def noise(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:
+    """Return random pixels, [height, width, channels] of uint8; [height, width] for one channel."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
+    return pixels[..., 0] if channels == 1 else pixels
+
+
+def noise_image(layout: ImageLayout, rows: int, columns: int, seed: int) -> StoredImage:
+    """Return an image of random pixels with this many merged patches."""
+    pixels = noise(rows * layout.factor, columns * layout.factor, seed=seed)
+    return prepare_decoded(PIL.Image.fromarray(pixels), layout)
 
 
 def make_image_model(directory: Path) -> None:
@@ -81,14 +107,16 @@ def make_image_model(directory: Path) -> None:
     write_image_processor(directory)
 
 
-def write_image_processor(directory: Path) -> None:
-    """Write the settings of an image processor that reads images as LAYOUT says."""
+def write_image_processor(directory: Path, layout: ImageLayout = LAYOUT, **settings: Any) -> None:
+    """Write the settings of an image processor that reads images as a layout of Qwen's kind says.
+    `settings`: more of them."""
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": LAYOUT.patch_size,
-        "merge_size": LAYOUT.merge_size,
-        "temporal_patch_size": LAYOUT.temporal_patch_size,
-        "size": {"shortest_edge": LAYOUT.min_pixels, "longest_edge": LAYOUT.max_pixels},
+        "patch_size": layout.patch_size,
+        "merge_size": layout.merge_size,
+        "temporal_patch_size": layout.temporal_patch_size,
+        "size": {"shortest_edge": layout.min_pixels, "longest_edge": layout.max_pixels},
+        **settings,
     }
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
 

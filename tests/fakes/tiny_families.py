@@ -316,8 +316,8 @@ def hub_fused_experts(tensors: Tensors) -> Tensors:
 
         prefix = match[1]
         count = sum(
-            re.fullmatch(rf"{re.escape(prefix)}\.\d+\.down_proj\.weight", other) is not None
-            for other in tensors
+            re.fullmatch(rf"{re.escape(prefix)}\.\d+\.down_proj\.weight", tensor_name) is not None
+            for tensor_name in tensors
         )
         down_weights = [fused.pop(f"{prefix}.{expert}.down_proj.weight") for expert in range(count)]
         gate_weights = [fused.pop(f"{prefix}.{expert}.gate_proj.weight") for expert in range(count)]

@@ -167,7 +167,7 @@ class World:
             patch.setattr(
                 loop,
                 "Gate",
-                lambda *given: SimpleNamespace(close=lambda: None, members={}, listeners=Listeners()),
+                lambda *arguments: SimpleNamespace(close=lambda: None, members={}, listeners=Listeners()),
             )
 
             self._count_tokens(patch)

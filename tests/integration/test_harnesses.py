@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
 import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-import PIL.Image
 import pytest
 from msgspec.structs import replace
 
@@ -28,6 +26,7 @@ from tests.fakes.agents import AgentBench
 from tests.fakes.chat import IMAGE_LAYOUT, FakeChat, call
 from tests.fakes.episodes import read
 from tests.fakes.fetched import IN_THE_GATE, harness
+from tests.fakes.image_data import image_file
 
 TASK = "write fizz.py, run it, show it"
 FULL = 400_000  # tokens of a row; a character is a token here
@@ -146,9 +145,7 @@ def test_its_version_is_found_in_a_sandbox(name: str) -> None:
 def test_the_model_reads_an_image_that_its_tool_shows(name: str) -> None:
     client = CLIENTS[name]
     path = "/tmp/red.png"
-    buffer = io.BytesIO()
-    PIL.Image.new("RGB", (64, 48), "red").save(buffer, format="PNG")
-    file = buffer.getvalue()
+    file = image_file(64, 48, "red")
 
     def script(prompt: str) -> str:
         if f'"{path}"' in prompt:  # the arguments of the tool that shows images

@@ -1,10 +1,12 @@
-"""Whole runs with images: of the data, and of an environment that shows a new picture after every turn."""
+"""Whole runs with images: of the data, and of an environment that shows a new picture after each turn."""
 
 from __future__ import annotations
 
 import json
 import random
 import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -12,16 +14,20 @@ import pytest
 
 from asyncrl.data.rows import write_rows
 from asyncrl.data.run_images import RunImages
-from asyncrl.store.reader import IMAGE_KIND, RunReader
+from asyncrl.episodes.recorded import turns_of
+from asyncrl.store.reader import RunReader
 from asyncrl.store.segments import RECORD_HEADER
-from asyncrl.vision.files import image_digest
+from asyncrl.trainer.images import digests_of
+from asyncrl.types import Turn
+from asyncrl.vision.files import image_digest, is_image_file
 from tests.integration.runs import Run, once
 from tools import make_geometry
 from tools.prepare_pictures import write_example
 
 TURNS = 3
 GAP = 1e-5  # nats between the engine's log-probs and the trainer's, in float32
-# A picture of its own after each turn, whatever a model says that has learned nothing yet.
+# Each episode begins with a picture that all episodes see and a random one; after each turn, whatever the
+# untrained model says, another random one follows.
 GALLERY = """
 import random
 
@@ -36,14 +42,13 @@ class Gallery(Environment):
 
     async def reset(self, sample):
         self.dice = random.Random()
-        return image_observation("first", self.paint())
+        return image_observation("first", self.paint(random.Random(0)), self.paint(self.dice))
 
     async def step(self, message):
-        return image_observation("next", self.paint(), reward=self.dice.random())
+        return image_observation("next", self.paint(self.dice), reward=self.dice.random())
 
-    def paint(self):
-        pixels = bytes(self.dice.randrange(256) for _ in range(3 * 32 * 32))
-        return PIL.Image.frombytes("RGB", (32, 32), pixels)
+    def paint(self, dice):
+        return PIL.Image.frombytes("RGB", (32, 32), dice.randbytes(3 * 32 * 32))
 """
 
 
@@ -52,11 +57,28 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example's data and its random model."""
     directory = tmp_path_factory.mktemp("images")
     write_example(directory, seed=0, demonstrations=64, questions=64)
+    let_half_of_the_ids_end_turns(directory / "model")
     return directory
 
 
-def keys(example: Path, gallery: Path) -> list[str]:
-    gallery.write_text(GALLERY)
+def let_half_of_the_ids_end_turns(model: Path) -> None:
+    """Without this, nearly every turn of an untrained model, and with the turn the episode, would end at its
+    limit of tokens."""
+    vocabulary = json.loads((model / "config.json").read_text())["text_config"]["vocab_size"]
+    generation_config = {"eos_token_id": list(range(0, vocabulary, 2))}
+    (model / "generation_config.json").write_text(json.dumps(generation_config))
+
+
+def write_gallery(directory: Path) -> Path:
+    """Write the environment to a file in a directory, and return the file's path."""
+    path = directory / "gallery.py"
+    path.write_text(GALLERY)
+    return path
+
+
+def gallery_overrides(example: Path, gallery: Path) -> list[str]:
+    """Return the overrides of a run whose episodes play in the gallery, with the example's model and
+    questions."""
     return [
         f"model.path={example}/model",
         "model.dtype=float32",
@@ -73,19 +95,51 @@ def keys(example: Path, gallery: Path) -> list[str]:
     ]
 
 
-def assert_images_are_stored(run: Run) -> None:
-    """Every image of a stored turn has its file, written once, with little beside it."""
+def assert_images_are_stored(run: Run, kills: int = 0) -> None:
+    """Every image of a stored turn or reply has its file, which is in the segments once; there is little in
+    the segments but images. `kills`: of processes; after each, a file may be written once more."""
     with closing(RunReader.open(run.path)) as reader:
-        images = RunImages.open(run.path, reader)
-        rows = reader.rows(
-            "SELECT uid, kind, segment, offset FROM frames WHERE kind >= 'image:' AND kind < 'image;'"
-        )
-        digests = [kind.removeprefix(IMAGE_KIND) for _, kind, _, _ in rows]
-        files = images.files_of(digests)
+        uses = image_uses(reader)
+        assert uses
+        files = RunImages.open(run.path, reader).files_of(uses)
     assert all(image_digest(file) == digest for digest, file in files.items())
-    assert len({(segment, offset) for _, _, segment, offset in rows}) == len(files)
-    stored_bytes = sum(len(file) + RECORD_HEADER.size for file in files.values())
-    assert stored_bytes <= 1.1 * sum(map(len, files.values()))
+
+    written_records = list(segment_records(run.path))
+    written_images = [record for record in written_records if is_image_file(record)]
+    copies = Counter(map(image_digest, written_images))
+    assert max(uses[digest] for digest in copies) > 1, "no two episodes have had the same picture"
+    assert max(copies.values()) <= 1 + kills
+    segment_bytes = sum(path.stat().st_size for path in (run.path / "segments").iterdir())
+    assert segment_bytes <= 1.2 * sum(map(len, written_images))
+
+
+def image_uses(reader: RunReader) -> Counter[str]:
+    """Return the number of episodes that have each image, by digest, from the stored turns and replies."""
+    uses = Counter[str]()
+    turn_counts = "SELECT uid, max(turn) + 1 FROM frames WHERE kind = 'generated' GROUP BY uid"
+    for uid, turn_count in reader.rows(turn_counts):
+        uses.update(episode_digests(turns_of(list(reader.turn_frames(uid, turn_count)))))
+    return uses
+
+
+def episode_digests(turns: Sequence[Turn]) -> set[str]:
+    """Return the digests of all images that the contexts of turns, or replies to turns, have."""
+    replies = [reply for turn in turns for reply in turn.replies]
+    messages = [message for turn in turns if turn.observation for message in turn.observation.messages]
+    shown_images = {image.digest for part in (*replies, *messages) for image in part.images}
+    return shown_images | set(digests_of(turns))
+
+
+def segment_records(run_dir: Path) -> Iterator[bytes]:
+    """Yield all records of a run's segments, also those that no row of the index refers to."""
+    for path in sorted((run_dir / "segments").iterdir()):
+        segment = path.read_bytes()
+        offset = 0
+        while offset < len(segment):
+            length, _ = RECORD_HEADER.unpack_from(segment, offset)
+            offset += RECORD_HEADER.size
+            yield segment[offset : offset + length]
+            offset += length
 
 
 def assert_same_logprobs(run: Run) -> None:
@@ -99,7 +153,7 @@ def assert_same_logprobs(run: Run) -> None:
 def test_a_run_trains_on_images(example: Path, tmp_path: Path, train_vision: str) -> None:
     """With a trained tower, log-probs are equal only if its weights are published, too."""
     vision = f"model.train_vision={train_vision}"
-    with Run(tmp_path, *keys(example, tmp_path / "gallery.py"), vision) as run:
+    with Run(tmp_path, *gallery_overrides(example, write_gallery(tmp_path)), vision) as run:
         run.completed(4)
     once(run.path, 4)
     assert_images_are_stored(run)
@@ -139,12 +193,12 @@ def test_a_run_trains_on_rows_in_the_layout_of_verls_geo3k(example: Path, tmp_pa
 @pytest.mark.full
 @pytest.mark.parametrize("role", ["rollout-0", "trainer-0", "coordinator-0"])
 def test_a_kill_loses_no_image(example: Path, tmp_path: Path, role: str) -> None:
-    with Run(tmp_path, *keys(example, tmp_path / "gallery.py"), "total_steps=8") as run:
+    with Run(tmp_path, *gallery_overrides(example, write_gallery(tmp_path)), "total_steps=8") as run:
         run.until_step(2)
         run.kill(role)
         run.completed(8)
     once(run.path, 8)
-    assert_images_are_stored(run)
+    assert_images_are_stored(run, kills=1)
     assert_same_logprobs(run)
 
 

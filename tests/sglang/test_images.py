@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import Run, once
-from tests.integration.test_images import assert_images_are_stored, assert_same_logprobs, keys
+from tests.integration.test_images import (
+    assert_images_are_stored,
+    assert_same_logprobs,
+    gallery_overrides,
+    write_gallery,
+)
 from tools.prepare_pictures import write_example
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200), pytest.mark.usefixtures("alone")]
@@ -22,13 +27,14 @@ def test_a_run_trains_on_images_and_survives_the_end_of_its_server(
     tmp_path: Path, train_vision: bool
 ) -> None:
     write_example(tmp_path / "example", seed=0, demonstrations=8, questions=64)
-    image_keys = [*keys(tmp_path / "example", tmp_path / "gallery.py"), f"model.train_vision={train_vision}"]
-    with Run(tmp_path, *image_keys, *SGLANG, "total_steps=6") as run:
+    overrides = gallery_overrides(tmp_path / "example", write_gallery(tmp_path))
+    vision = f"model.train_vision={train_vision}"
+    with Run(tmp_path, *overrides, vision, *SGLANG, "total_steps=6") as run:
         run.until(lambda: run.step >= 2, "step 2", DEADLINE)
         server = run.children()["engine-0"].children()[0]
         os.kill(server.pid, signal.SIGKILL)
         run.wait(DEADLINE)
         run.completed(6)
     once(run.path, 6)
-    assert_images_are_stored(run)
+    assert_images_are_stored(run, kills=1)
     assert_same_logprobs(run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import tempfile
 from collections.abc import Callable
@@ -27,27 +26,13 @@ from asyncrl.vision.files import ImageError
 from asyncrl.vision.layout import read_image_layout
 from tests.fakes.chat import IMAGE_LAYOUT, FakeChat
 from tests.fakes.episodes import TurnBench
-from tests.fakes.image_data import image_file
+from tests.fakes.image_data import animated_file, encode_image, image_file, noise
 from tests.unit.gateway.test_request_images import chat_body, messages_body, responses_body
 from tests.unit.rollout.test_turn_player import Game, nothing
 from tests.unit.tools.test_tool_images import call, play, returning
 
-
-def png(image: PIL.Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def animated_file(kind: str) -> bytes:
-    buffer = io.BytesIO()
-    first, second = (PIL.Image.new("RGB", (64, 48), colour) for colour in ("red", "blue"))
-    first.save(buffer, format=kind, save_all=True, append_images=[second])
-    return buffer.getvalue()
-
-
 PNG = image_file(64, 48)
-NOISE = png(PIL.Image.effect_noise((64, 48), 100).convert("RGB"))
+NOISE = encode_image(PIL.Image.fromarray(noise(48, 64)))
 BAD_FILES = {
     "truncated": (NOISE[: len(NOISE) // 2], "the image file is damaged"),
     "truncated early": (PNG[: len(PNG) // 2], "the image file is damaged"),

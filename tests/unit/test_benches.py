@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import asyncio
 import json
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from asyncrl.engines.base import Request, Sampling
+from asyncrl.store.runstore import RunStore
 from asyncrl.tools import Toolbox
 from asyncrl.types import Generation, Sample, StopReason, ToolCall, Turn, VersionSpan
 from tests.fakes.scripts import TOOLS, bench_script
@@ -220,6 +222,32 @@ def test_what_a_sleep_lost_is_counted_within_turns_and_between_them() -> None:
     lost = bench_script("shifts").lost
     assert not [*lost([turn(10, (5, 3)), turn(4, (6, 3))])]
     assert [*lost([turn(10, (5, 3), (8, 4)), turn(4, (6, 4)), turn(2, (7, 6))])] == [15, 10 + 8 + 4 + 6 + 2]
+
+
+def test_the_bench_of_images_deletes_only_its_runs(tmp_path: Path) -> None:
+    """`--run-dir .` in the directory of the image example, whose data lie in `images/`."""
+    images_bench = bench_script("images")
+    options = argparse.Namespace(run_dir=tmp_path)
+    example = tmp_path / "images" / "train.parquet"
+    example.parent.mkdir()
+    example.write_bytes(b"rows")
+    with pytest.raises(SystemExit, match="images was not made by this bench, and is not deleted"):
+        images_bench.fresh_directory(options, "images")
+    assert example.read_bytes() == b"rows"
+
+    for _ in range(2):
+        run_dir = images_bench.fresh_directory(options, "texts")
+        assert not (run_dir / "run.db").exists()
+        (run_dir / "run.db").touch()
+
+
+def test_the_bench_of_images_measures_stored_files(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    for uid, digest, file in (("0.0", "d1", b"small"), ("0.1", "d1", b"small"), ("0.1", "d2", b"larger")):
+        store.put_image(uid, 0, digest, file)
+    store.commit()
+    store.close()
+    assert bench_script("images").stored_image_sizes(tmp_path) == (3, [len(b"small"), len(b"larger")])
 
 
 OPTIONAL = {"atheris", "peft", "sglang", "trl", "tvm_ffi", "verifiers"}  # not in this environment

@@ -40,7 +40,8 @@ def test_a_shuffled_question_comes_with_another_picture_and_zooms_into_its_own(s
 
 
 def test_both_stages_are_of_one_task() -> None:
-    first, then = (composition.compose([f"experiment={name}"]) for name in ("images_sft", "images"))
-    assert replace(first.rollout, retries=then.rollout.retries) == then.rollout
-    assert first.data.test == then.data.test and first.algorithm.loss == "sft"
-    assert then.model.path.endswith(f"runs/images_sft/checkpoints/step-{first.total_steps}/hf")
+    imitation = composition.compose(["experiment=images_sft"])
+    reinforcement = composition.compose(["experiment=images"])
+    assert replace(imitation.rollout, retries=reinforcement.rollout.retries) == reinforcement.rollout
+    assert imitation.data.test == reinforcement.data.test and imitation.algorithm.loss == "sft"
+    assert reinforcement.model.path.endswith(f"runs/images_sft/checkpoints/step-{imitation.total_steps}/hf")

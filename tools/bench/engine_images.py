@@ -17,16 +17,15 @@ import time
 from pathlib import Path
 
 import numpy as np
-import PIL.Image
 import torch
 from common import loop_delays
 
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.torch.engine import TorchEngine
 from asyncrl.engines.torch.images import ImageReader
-from asyncrl.vision.files import prepare_decoded
 from asyncrl.vision.image_ids import image_ids
 from asyncrl.vision.layout import ImageLayout, read_image_layout
+from tests.fakes.image_data import noise_image
 from tests.fakes.tiny_families import FAMILIES, QWEN_PREPROCESSOR, random_model
 
 FAMILY = "qwen3_vl"
@@ -44,8 +43,7 @@ async def measure(engine: TorchEngine, requests: list[Request], label: str) -> N
 
 
 def image_request(layout: ImageLayout, side: int, session: str, seed: int) -> Request:
-    noise = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    stored = prepare_decoded(PIL.Image.fromarray(noise), layout)
+    stored = noise_image(layout, side // layout.factor, side // layout.factor, seed)
     run = image_ids(stored.ref.digest, layout.run_length(stored.ref.height, stored.ref.width))
     ids = (*text(8, seed), *run, *text(8, -seed))
     return Request(session, ids, Sampling(NEW_TOKENS, ()), seed, images={stored.ref.digest: stored.file})

@@ -52,7 +52,9 @@ from asyncrl.engines.base import Request
 from asyncrl.launch.process import full_pipe
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.rollout.worker import run as run_worker
+from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import DATABASE
+from asyncrl.store.segments import FrameLocation, SegmentReader
 from asyncrl.types import IMAGE_MARK, Generation, Message, Sample, StopReason, VersionSpan
 from asyncrl.vision.files import prepare_decoded
 from asyncrl.vision.layout import read_image_layout
@@ -64,8 +66,10 @@ from tests.fakes.engine import ScriptedEngine
 
 THIS_FILE = Path(__file__).resolve()
 MEASURED = "images.json"  # in the run directory: what `measured_worker` has counted
+MARKER = ".images_bench"  # in the run directory: the bench has made the directory, and may delete it
 GROUP_SIZE = 8
 SLOTS = 32
+PATCH_SIZE = 16  # pixels
 TURN_SECONDS = 0.05
 FRAME_BYTES = 42  # what ZMTP and CURVE add to a frame: head, command, nonce and tag
 KINDS = ("text", "small", "tool", "process", "environment", "gateway")
@@ -187,12 +191,17 @@ def write_model(directory: Path) -> None:
     from prepare_pictures import write_model as write_random_model
 
     write_random_model(directory, seed=0)
-    for name, patches in (("config.json", "vision_config"), ("preprocessor_config.json", "")):
-        settings = json.loads((directory / name).read_text())
-        (settings[patches] if patches else settings)["patch_size"] = 16
-        if not patches:
-            settings["size"] = {"shortest_edge": 64 * 64, "longest_edge": 1280 * 32 * 32}
-        (directory / name).write_text(json.dumps(settings))
+
+    config_path = directory / "config.json"
+    model_config = json.loads(config_path.read_text())
+    model_config["vision_config"]["patch_size"] = PATCH_SIZE
+    config_path.write_text(json.dumps(model_config))
+
+    processor_path = directory / "preprocessor_config.json"
+    processor = json.loads(processor_path.read_text())
+    processor["patch_size"] = PATCH_SIZE
+    processor["size"] = {"shortest_edge": 64 * 64, "longest_edge": 1280 * 32 * 32}
+    processor_path.write_text(json.dumps(processor))
 
 
 def rollout_of(kind: str) -> dict[str, Any]:
@@ -347,23 +356,40 @@ def play(run_dir: Path, kind: str, episodes: int) -> RunFigures:
 
 
 def fresh_directory(options: argparse.Namespace, name: str) -> Path:
+    """Return an empty directory for a run, in place of that of an earlier call. SystemExit if the directory
+    is not the bench's."""
     run_dir: Path = options.run_dir / name
+    if run_dir.exists() and not (run_dir / MARKER).exists():
+        raise SystemExit(
+            f"{run_dir} was not made by this bench, and is not deleted; choose another --run-dir, or remove "
+            "the directory"
+        )
+
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True)
+    (run_dir / MARKER).touch()
     return run_dir
+
+
+def stored_image_sizes(run_dir: Path) -> tuple[int, list[int]]:
+    """Return the number of references to images in a run's store, and the bytes of each stored file."""
+    with closing(RunReader.open(run_dir)) as reader:
+        rows = reader.rows("SELECT segment, offset FROM frames WHERE kind > 'image:' AND kind < 'image;'")
+    with closing(SegmentReader(run_dir / "segments")) as segments:
+        locations = {FrameLocation(segment, offset) for segment, offset in rows}
+        return len(rows), [len(segments.read_record(location)) for location in sorted(locations)]
 
 
 def measure_bytes(options: argparse.Namespace) -> None:
     texts = play(fresh_directory(options, "texts"), "text", options.episodes)
-    images = play(fresh_directory(options, "images"), "small", options.episodes)
+    images_dir = fresh_directory(options, "images")
+    images = play(images_dir, "small", options.episodes)
     wire = images.measured.wire
     text_wire = texts.measured.wire
 
     sent_files, sent_file_bytes = wire.sent_files
     received_files, received_file_bytes = wire.received_files
     sent_bytes = wire.sent - text_wire.sent
-    # Of each group's common figure the store has one file for GROUP_SIZE that were sent.
-    figures = sent_files // (IMAGES - 1)
     lines = [
         [
             "sent by the worker",
@@ -380,25 +406,26 @@ def measure_bytes(options: argparse.Namespace) -> None:
             f"{wire.received / received_file_bytes:.3f}",
         ],
     ]
-    run_dir = options.run_dir / "images"
-    with closing(sqlite3.connect(run_dir / DATABASE)) as index:
-        (frames,) = index.execute("SELECT count(*) FROM frames WHERE kind LIKE 'image:%'").fetchone()
-        (places,) = index.execute(
-            "SELECT count(*) FROM (SELECT DISTINCT segment, offset FROM frames WHERE kind LIKE 'image:%')"
-        ).fetchone()
+    reference_count, stored_sizes = stored_image_sizes(images_dir)
+    file_count = len(stored_sizes)
     stored_bytes = images.store_bytes - texts.store_bytes
-    stored_file_bytes = sent_file_bytes * places / sent_files
     lines.append(
         [
-            f"in the store ({frames:,} references)",
-            f"{places:,}",
-            f"{stored_file_bytes / places:,.0f}",
-            f"{stored_bytes / places:,.0f}",
-            f"{stored_bytes / stored_file_bytes:.3f}",
+            f"in the store ({reference_count:,} references)",
+            f"{file_count:,}",
+            f"{sum(stored_sizes) / file_count:,.0f}",
+            f"{stored_bytes / file_count:,.0f}",
+            f"{stored_bytes / sum(stored_sizes):.3f}",
         ]
     )
     print(table(["", "files", "bytes of a file", "bytes with all that comes with it", "ratio"], lines))
-    print(f"\n{figures:,} episodes; {sent_files / places:.2f} files are sent for each one that is stored")
+
+    # The common figure of a group is sent GROUP_SIZE times, and stored once.
+    episode_count = sent_files // (IMAGES - 1)
+    print(
+        f"\n{episode_count:,} episodes; {sent_files / file_count:.2f} files are sent for each one that is "
+        "stored"
+    )
 
 
 def measure_delays(options: argparse.Namespace) -> None:

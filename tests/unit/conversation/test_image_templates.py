@@ -9,6 +9,7 @@ import json
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.conversation.chat import Chat
 from asyncrl.types import IMAGE_MARK, ImageRef, Message, ToolCall
@@ -44,7 +45,10 @@ every_template = pytest.mark.parametrize("name", PLACEHOLDERS)
 def chat_of(name: str) -> Chat:
     tokenizer = shipped_tokenizer(name)
     placeholder = tokenizer.convert_tokens_to_ids(PLACEHOLDERS[name])
-    layout = qwen_layout(placeholder, patch_size=14, min_side=56, max_side=112)
+    layout = replace(
+        qwen_layout(placeholder, patch_size=14, min_side=56, max_side=112),
+        video_placeholder=tokenizer.get_vocab().get("<|video_pad|>"),
+    )
     return Chat(tokenizer, datetime.date(2026, 1, 31), image_layout=layout)
 
 
@@ -109,6 +113,16 @@ def test_images_of_tools_are_written(name: str) -> None:
 
 
 @every_template
+def test_a_sampled_placeholder_of_an_image_or_a_video_ends_the_turn(name: str) -> None:
+    chat = chat_of(name)
+    assert chat.image_layout is not None
+    placeholders = chat.image_layout.placeholders
+    assert len(placeholders) == (2 if name in QWEN_TEMPLATES else 1)
+    for placeholder in placeholders:
+        assert placeholder in chat.stop_ids and chat.is_placeholder(placeholder)
+
+
+@every_template
 def test_tokens_of_images_in_texts_are_text(name: str) -> None:
     """In texts of all roles, in arguments, also where JSON escapes them, and in schemas of tools."""
     chat = chat_of(name)
@@ -143,5 +157,5 @@ def test_tokens_of_images_in_texts_are_text(name: str) -> None:
     question = (Message("user", "q"),)
     turn = chat.turn_ids(question, Message("assistant", literal))
     assert turn == chat.turn_ids(question, Message("assistant", broken))
-    begun = chat.prompt_ids((*question, Message("assistant", literal)))
-    assert begun == chat.prompt_ids((*question, Message("assistant", broken)))
+    prompt = chat.prompt_ids((*question, Message("assistant", literal)))
+    assert prompt == chat.prompt_ids((*question, Message("assistant", broken)))

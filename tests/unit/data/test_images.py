@@ -8,7 +8,6 @@ import json
 import random
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from asyncrl.data.samples import read_samples
 from asyncrl.errors import ConfigError
 from asyncrl.types import IMAGE_MARK, ImageRef, Message, Sample, ToolCall, ToolReply, readable_content
 from asyncrl.vision.files import StoredImage, image_digest, prepare_decoded, prepare_image
-from tests.fakes.image_data import LAYOUT, image_file
+from tests.fakes.image_data import LAYOUT, animated_file, encode_image, image_file, noise
 from tools import make_geometry
 
 RED = image_file(color="red")
@@ -208,27 +207,16 @@ def test_texts_and_images_keep_their_order(tmp_path: Path, contents: list[list[b
 # -- faults ------------------------------------------------------------------------------------------
 
 
-def noisy_png() -> bytes:
-    image = PIL.Image.frombytes("RGB", (64, 64), random.Random(0).randbytes(64 * 64 * 3))
-    file = io.BytesIO()
-    image.save(file, format="PNG")
-    return file.getvalue()
-
-
-def animation() -> bytes:
-    file = io.BytesIO()
-    frames = [PIL.Image.new("RGB", (64, 64), color) for color in ("red", "blue", "green")]
-    frames[0].save(file, format="GIF", save_all=True, append_images=frames[1:])
-    return file.getvalue()
-
-
 FAULTS: dict[str, tuple[Any, str]] = {
-    "truncated": (lambda: noisy_png()[:-900], "the image file is damaged .*write the file again"),
+    "truncated": (
+        lambda: encode_image(PIL.Image.fromarray(noise(64, 64)))[:-900],
+        "the image file is damaged .*write the file again",
+    ),
     "large": (
         lambda: image_file(20_000, 32),
         "20000 x 32 pixels, but a side may have at most 16384; scale it down",
     ),
-    "animated": (animation, "3 frames, but only still images are allowed; choose one frame"),
+    "animated": (animated_file, "3 frames, but only still images are allowed; choose one frame"),
     "deep": (lambda: image_file(mode="I;16", color=7), "16 bits per channel; convert it to 8 bits"),
     "text": (lambda: b"\xff\xd8 no image", r"a supported format \(PNG, .*\); write a PNG or JPEG"),
     "narrow": (lambda: image_file(8_000, 10), "800 times the shorter side .*crop it"),
@@ -292,14 +280,14 @@ def test_an_image_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_the_same_data_give_the_same_digests(tmp_path: Path) -> None:
     rows = [marked([image_file(100 + index, 90, color)]) for index, color in enumerate(("red", "blue"))]
     path = write_parquet(tmp_path / "a.parquet", rows)
-    first, second = Split(path), Split(path)
-    assert first.samples.fingerprint == second.samples.fingerprint
-    assert (
-        first.images is not None and second.images is not None and list(first.images) == list(second.images)
-    )
+    split = Split(path)
+    same_split = Split(path)
+    assert split.samples.fingerprint == same_split.samples.fingerprint
+    assert split.images is not None and same_split.images is not None
+    assert list(split.images) == list(same_split.images)
 
     other_path = write_parquet(tmp_path / "b.parquet", [rows[0], marked([image_file(101, 90, "green")])])
-    assert Split(other_path).samples.fingerprint != first.samples.fingerprint
+    assert Split(other_path).samples.fingerprint != split.samples.fingerprint
 
 
 def test_an_image_is_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,14 +349,21 @@ def test_the_summary_counts_changes_and_tokens(tmp_path: Path) -> None:
 
 
 def test_rows_keep_their_order_and_few_images_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first image is finished last, and reading stops meanwhile."""
+    """The first image is prepared last, and reading waits for it."""
     read_count = 0
+    read_counts_at_waits: list[int] = []
     first_may_end = threading.Event()
 
     def prepare(image: bytes, layout: Any) -> StoredImage:
         if image == b"0" and not first_may_end.wait(60):
-            raise AssertionError("reading did not stop")
+            raise AssertionError("reading did not wait")
         return StoredImage(ImageRef(image_digest(image), 64, 64), image)
+
+    class WatchedPreparer(ImagePreparer):
+        def _final_ref(self, provisional_digest: str) -> ImageRef:
+            read_counts_at_waits.append(read_count)
+            first_may_end.set()
+            return super()._final_ref(provisional_digest)
 
     def samples(preparer: ImagePreparer) -> Iterable[Sample]:
         nonlocal read_count
@@ -377,18 +372,9 @@ def test_rows_keep_their_order_and_few_images_wait(monkeypatch: pytest.MonkeyPat
             yield Sample(read_count, "", (Message("user", IMAGE_MARK, images=(image,)),), "1")
 
     monkeypatch.setattr(images_module, "_prepare", prepare)
-    with tempfile.TemporaryFile() as file, ImagePreparer(file, lambda: LAYOUT) as preparer:
-        reading = preparer.with_final_images(samples(preparer))
-        rows: list[int] = []
-        reader = threading.Thread(target=lambda: rows.extend(sample.row for sample in reading))
-        reader.start()
-        deadline = time.monotonic() + 60
-        while read_count < MAX_WAITING_IMAGES and time.monotonic() < deadline:
-            reader.join(0.001)
-        reader.join(0.05)
-        assert read_count == MAX_WAITING_IMAGES and not rows
-        first_may_end.set()
-        reader.join(60)
+    with tempfile.TemporaryFile() as file, WatchedPreparer(file, lambda: LAYOUT) as preparer:
+        rows = [sample.row for sample in preparer.with_final_images(samples(preparer))]
+    assert read_counts_at_waits[0] == MAX_WAITING_IMAGES
     assert rows == list(range(4 * MAX_WAITING_IMAGES))
 
 
@@ -434,13 +420,7 @@ def test_two_thousand_images(tmp_path: Path) -> None:
         marked([image_file(rng.randint(70, 200), rng.randint(70, 200), f"#{index:06x}")])
         for index in range(2000)
     ]
-    path = write_parquet(tmp_path / "a.parquet", rows)
-    start = time.monotonic()
-    cpu_start = time.process_time()
-    split = Split(path)
-    print(
-        f"2,000 images: {time.monotonic() - start:.1f} s, {time.process_time() - cpu_start:.1f} s of CPU time"
-    )
+    split = Split(write_parquet(tmp_path / "a.parquet", rows))
     assert split.images is not None and len(split.images) == 2000
     for sample, row in zip(split.samples, rows, strict=True):
         assert split.files(sample.prompt[0]) == [prepare_image(row["images"][0], LAYOUT).file]

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import PIL.Image
 import torch
 from transformers import PreTrainedModel
 
@@ -20,10 +19,10 @@ from asyncrl.engines.base import Request
 from asyncrl.engines.torch.engine import TorchEngine
 from asyncrl.engines.torch.images import ImageReader
 from asyncrl.types import Generation
-from asyncrl.vision.files import StoredImage, prepare_decoded
 from asyncrl.vision.image_ids import FIRST_IMAGE_ID, find_runs, image_ids, with_placeholders
 from asyncrl.vision.layout import ImageLayout, read_image_layout
 from asyncrl.vision.pixels import PixelReader, Pixels
+from tests.fakes.image_data import noise_image
 from tests.fakes.tiny_families import EARLIER_VISION_FAMILIES, FAMILIES, random_model
 
 from .tiny import ROUNDING, ask
@@ -62,9 +61,7 @@ class TinyVision:
 
     def picture(self, rows: int, columns: int, seed: int = 0) -> Ids:
         """The ids of a picture of so many merged patches, in noise."""
-        size = (rows * self.layout.factor, columns * self.layout.factor, 3)
-        noise = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-        stored: StoredImage = prepare_decoded(PIL.Image.fromarray(noise), self.layout)
+        stored = noise_image(self.layout, rows, columns, seed)
         self.files[stored.ref.digest] = stored.file
         return image_ids(stored.ref.digest, self.layout.run_length(stored.ref.height, stored.ref.width))
 

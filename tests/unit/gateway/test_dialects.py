@@ -32,12 +32,12 @@ def sent_back(messages: Sequence[Message]) -> list[Message]:
     ids = {f"call_{number}": f"call_{number}-t3" for number in range(9)}
     return [
         replace(
-            one,
-            tool_calls=tuple(replace(call, id=ids[call.id]) for call in one.tool_calls),
-            tool_call_id=ids.get(one.tool_call_id, ""),
+            message,
+            tool_calls=tuple(replace(call, id=ids[call.id]) for call in message.tool_calls),
+            tool_call_id=ids.get(message.tool_call_id, ""),
             name="",
         )
-        for one in messages
+        for message in messages
     ]
 
 
@@ -234,10 +234,10 @@ def test_an_answer_is_the_turn_whole_or_in_a_stream(
 ) -> None:
     """Its calls have ids that no other turn gives."""
     calls = [replace(call, id=f"{call.id}-t3") for call in message.tool_calls]
-    said = Said(message.reasoning, message.content, calls, end, (5, 2))
+    expected_answer = Said(message.reasoning, message.content, calls, end, (5, 2))
     answer = reply(message, stop)
     agent_exchange = dialect.exchange_of([USER])
-    assert dialect.parse_answer(agent_exchange.full_answer([answer])) == said
+    assert dialect.parse_answer(agent_exchange.full_answer([answer])) == expected_answer
     for bit_by_bit in (False, True):
         agent_exchange = dialect.exchange_of([USER], stream=True)
         events = [*agent_exchange.begin(5)]
@@ -245,7 +245,7 @@ def test_an_answer_is_the_turn_whole_or_in_a_stream(
             events += agent_exchange.delta(0, letter, "")
         for letter in message.content if bit_by_bit else "":
             events += agent_exchange.delta(0, "", letter)
-        assert dialect.heard([*events, *agent_exchange.end([answer])]) == said
+        assert dialect.heard([*events, *agent_exchange.end([answer])]) == expected_answer
 
 
 @every_dialect
@@ -266,8 +266,8 @@ def test_what_was_streamed_otherwise_than_it_turned_out_goes_on(
         *agent_exchange.delta(0, "", streamed),
         *agent_exchange.end([reply(message)]),
     ]
-    said = dialect.heard(events)
-    assert (said.content, said.reasoning) == (heard, message.reasoning)
+    streamed_answer = dialect.heard(events)
+    assert (streamed_answer.content, streamed_answer.reasoning) == (heard, message.reasoning)
 
 
 def test_log_probs_are_of_all_tokens() -> None:
@@ -281,13 +281,16 @@ def test_log_probs_are_of_all_tokens() -> None:
 
 def test_several_answers_have_their_numbers() -> None:
     agent_exchange = CHAT.exchange_of([USER], n=2, stream=True)
-    said = [reply(Message("assistant", text)) for text in ("a", "b")]
-    whole = agent_exchange.full_answer(said)
-    assert [(one["index"], one["message"]["content"]) for one in whole["choices"]] == [(0, "a"), (1, "b")]
-    assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
-    events = [*agent_exchange.begin(5), *agent_exchange.delta(1, "", "b"), *agent_exchange.end(said)]
+    answers = [reply(Message("assistant", text)) for text in ("a", "b")]
+    full_answer = agent_exchange.full_answer(answers)
+    assert [(choice["index"], choice["message"]["content"]) for choice in full_answer["choices"]] == [
+        (0, "a"),
+        (1, "b"),
+    ]
+    assert full_answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+    events = [*agent_exchange.begin(5), *agent_exchange.delta(1, "", "b"), *agent_exchange.end(answers)]
     choices = [data["choices"][0] for _, data in events if data["choices"]]
-    heard = [(one["index"], text) for one in choices if (text := one["delta"].get("content"))]
+    heard = [(choice["index"], text) for choice in choices if (text := choice["delta"].get("content"))]
     assert sorted(heard) == [(0, "a"), (1, "b")]
 
 
@@ -318,7 +321,7 @@ def test_tools_of_responses_that_are_no_functions() -> None:
     assert output[2].items() >= (wanted | {"namespace": "mail"}).items()
     streamed = [*agent_exchange.begin(5), *agent_exchange.end([answer])]
     done = [data["item"] for kind, data in streamed if kind == "response.output_item.done"]
-    assert [one["call_id"] for one in done] == [one["call_id"] for one in output]
+    assert [item["call_id"] for item in done] == [item["call_id"] for item in output]
     replies = [
         {"type": "function_call_output", "call_id": "call_0-t3", "output": "7"},
         {"type": "custom_tool_call_output", "call_id": "call_1-t3", "output": "8"},
@@ -326,7 +329,7 @@ def test_tools_of_responses_that_are_no_functions() -> None:
     items = [{"role": "user", "content": "q"}, *output, *replies]
     again = RESPONSES.read(json.dumps({"input": items, "tools": tools}).encode())
     assert again.agent_request.messages[1] == Message("assistant", "", tool_calls)
-    assert [(one.name, one.tool_call_id) for one in again.agent_request.messages[2:]] == [
+    assert [(message.name, message.tool_call_id) for message in again.agent_request.messages[2:]] == [
         ("mail__look", "call_0"),
         ("patch", "call_1"),
     ]
@@ -383,7 +386,7 @@ def test_what_clients_leave_open_may_be_null() -> None:
     options = dict.fromkeys(("system", "tool_choice", "stop_sequences", "max_tokens", "stream", "metadata"))
     sent = [MESSAGES.read(json.dumps(body | more).encode()).agent_request for more in ({}, options)]
     assert sent[0] == sent[1]
-    assert [one.content for one in sent[0].messages] == ["q", "", "", "", "so?"]
+    assert [message.content for message in sent[0].messages] == ["q", "", "", "", "so?"]
     assert sent[0].messages[1].tool_calls == (ToolCall("look", "{}", "call_0"),)
     call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}", "namespace": None}
     items = [{"role": "user", "content": "q"}, {"type": "reasoning", "summary": None}, call]
@@ -433,13 +436,16 @@ def test_what_does_no_harm_is_read_or_left_out() -> None:
     }
     turns = [{"role": "user", "content": [result, search_result]}]
     read = MESSAGES.read(json.dumps({"messages": turns}).encode()).agent_request.messages
-    assert [one.content for one in read] == ["look\nT\nS\nc", "T\nS\nc"]
+    assert [message.content for message in read] == ["look\nT\nS\nc", "T\nS\nc"]
     refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
-    for asked in (
+    for agent_exchange in (
         CHAT.read(json.dumps({"messages": [refusal, BRIEF]}).encode()),
         RESPONSES.read(json.dumps({"input": [{"type": "web_search_call"}, refusal, BRIEF]}).encode()),
     ):
-        assert asked.agent_request.messages == (Message("assistant", "no"), Message("system", "be brief"))
+        assert agent_exchange.agent_request.messages == (
+            Message("assistant", "no"),
+            Message("system", "be brief"),
+        )
     thought = {"type": "reasoning", "summary": []}
     call = {"type": "web_search_call", "id": "ws", "action": {}}
     items = [thought, call, {"role": "assistant", "content": "so"}, {"role": "user", "content": "q"}]
@@ -480,10 +486,10 @@ PROMPTS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("prompt", "found"), PROMPTS.values(), ids=PROMPTS)
-def test_a_prompt_without_a_template(prompt: Any, found: Any) -> None:
+@pytest.mark.parametrize(("prompt", "expected_prompt"), PROMPTS.values(), ids=PROMPTS)
+def test_a_prompt_without_a_template(prompt: Any, expected_prompt: Any) -> None:
     body = json.dumps({"prompt": prompt, "max_tokens": 3, "n": 2, "logprobs": 1}).encode()
-    if found is None:
+    if expected_prompt is None:
         with pytest.raises(ApiError, match="prompt must be a non-empty string"):
             text_completions.read(body)
         return
@@ -492,16 +498,16 @@ def test_a_prompt_without_a_template(prompt: Any, found: Any) -> None:
         agent_exchange.agent_request.prompt,
         agent_exchange.agent_request.max_new_tokens,
         agent_exchange.count,
-    ) == (found, 3, 2)
+    ) == (expected_prompt, 3, 2)
     texts = {"on": ("o", "n"), "off": ("of", "f")}
     answers = [reply(Message("assistant", text), texts=of) for text, of in texts.items()]
-    whole = agent_exchange.full_answer(answers)
-    assert [(one["index"], one["text"]) for one in whole["choices"]] == [(0, "on"), (1, "off")]
-    assert whole["choices"][1]["logprobs"] == {
+    full_answer = agent_exchange.full_answer(answers)
+    assert [(choice["index"], choice["text"]) for choice in full_answer["choices"]] == [(0, "on"), (1, "off")]
+    assert full_answer["choices"][1]["logprobs"] == {
         "tokens": ["of", "f"],
         "token_logprobs": [-0.5, -0.25],
         "top_logprobs": None,
         "text_offset": [0, 2],
     }
     streamed = [data for _, data in (*agent_exchange.begin(5), *agent_exchange.end(answers))]
-    assert streamed[-1]["choices"] == whole["choices"] and "usage" not in streamed[-1]
+    assert streamed[-1]["choices"] == full_answer["choices"] and "usage" not in streamed[-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
 import json
 import threading
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
-import PIL.Image
 import pytest
 
 from asyncrl.gateway import Gateway, completions, images, messages, responses, server
@@ -24,12 +22,11 @@ from asyncrl.vision.content import IMAGE_NOTE
 from asyncrl.vision.files import ImageError, StoredImage, prepare_image
 from tests.fakes.chat import IMAGE_LAYOUT
 from tests.fakes.hosts import FakeHost, fetch, served
+from tests.fakes.image_data import image_file
 
 
 def base64_png(colour: str, size: tuple[int, int] = (64, 48)) -> str:
-    buffer = io.BytesIO()
-    PIL.Image.new("RGB", size, colour).save(buffer, format="PNG")
-    return base64.b64encode(buffer.getvalue()).decode()
+    return base64.b64encode(image_file(*size, colour)).decode()
 
 
 RED = base64_png("red")

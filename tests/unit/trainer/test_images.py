@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import threading
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL.Image
 import pytest
 import torch
 from torch import Tensor
@@ -36,7 +34,7 @@ from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, Generation, StopReason, Turn, VersionSpan
 from asyncrl.vision import pixels as pixels_module
-from asyncrl.vision.files import StoredImage, prepare_decoded
+from asyncrl.vision.files import StoredImage
 from asyncrl.vision.image_ids import (
     DIGEST_DIGITS,
     FIRST_IMAGE_ID,
@@ -44,11 +42,12 @@ from asyncrl.vision.image_ids import (
     image_ids,
     with_placeholders,
 )
-from asyncrl.vision.layout import ImageLayout, read_image_layout
+from asyncrl.vision.layout import read_image_layout
 from asyncrl.vision.pixels import PixelReader, Pixels
 from asyncrl.weights.checkpoint_match import trained_shapes
 from asyncrl.weights.model_files import stored_tensors
 from asyncrl.weights.names import checkpoint_pieces
+from tests.fakes.image_data import image_file, noise_image
 from tests.fakes.ranks import run_ranks
 from tests.fakes.tiny_families import DEMO_MODEL, NORMALIZED, build_family
 from tests.fakes.training import (
@@ -96,13 +95,6 @@ def model_paths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str
         return build_vision_model(family, directory / family)
 
     return path_of
-
-
-def noise_image(layout: ImageLayout, rows: int, columns: int, seed: int) -> StoredImage:
-    """Return an image of random pixels with this many merged patches."""
-    shape = (rows * layout.factor, columns * layout.factor, 3)
-    pixels = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
-    return prepare_decoded(PIL.Image.fromarray(pixels), layout)
 
 
 class Conversations:
@@ -350,8 +342,7 @@ def test_episodes_whose_images_do_not_fit_are_left_out(model_paths: Callable[[st
     wide, tall, other_wide = conversations.files
     layout = conversations.layout
     # Of as many whole patches as the image has ids, and of another model's patches.
-    odd_file = io.BytesIO()
-    PIL.Image.new("RGB", (3 * layout.factor + 14, 2 * layout.factor)).save(odd_file, "PNG")
+    odd_file = image_file(3 * layout.factor + 14, 2 * layout.factor)
     odd = "1" * DIGEST_DIGITS
     damaged = "2" * DIGEST_DIGITS
     lost = "3" * DIGEST_DIGITS
@@ -360,7 +351,7 @@ def test_episodes_whose_images_do_not_fit_are_left_out(model_paths: Callable[[st
     image_pixels.add_files(
         conversations.files
         | {
-            odd: odd_file.getvalue(),
+            odd: odd_file,
             damaged: conversations.files[wide][:-200],
             headless: b"no image",
         }
@@ -475,9 +466,11 @@ def test_the_wait_for_images_has_a_name_and_an_end(
     may_decode.clear()
     hurried = ImagePixels(model_paths("qwen3_vl"), conversations.layout, 0.0)
     hurried.add_files(conversations.files)
-    with pytest.raises(DeadlineError, match="waited 0 s for images to be decoded"):
-        hurried.pixels_of([digest])
-    may_decode.set()
+    try:
+        with pytest.raises(DeadlineError, match="waited 0 s for images to be decoded"):
+            hurried.pixels_of([digest])
+    finally:
+        may_decode.set()
 
 
 def episodes_of(conversations: Conversations, path: str) -> list[Episode]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -18,15 +17,10 @@ from asyncrl.vision.content import BASE64_STEP, ImageFile, has_image_parts, read
 from asyncrl.vision.files import ImageError, StoredImage, image_digest, prepare_decoded
 from asyncrl.vision.layout import ImageLayout
 from tests.fakes.chat import IMAGE_LAYOUT
+from tests.fakes.image_data import encode_image
 
 RED = PIL.Image.new("RGB", (64, 48), "red")
 BLUE = PIL.Image.new("RGB", (32, 32), "blue")
-
-
-def png(image: PIL.Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 def sizes(images: tuple[StoredImage, ...]) -> list[tuple[int, int]]:
@@ -38,7 +32,7 @@ def sizes(images: tuple[StoredImage, ...]) -> list[tuple[int, int]]:
     [
         ("plain", "plain", []),
         (RED, IMAGE_MARK, [(64, 48)]),
-        (ImageFile(png(BLUE)), IMAGE_MARK, [(32, 32)]),
+        (ImageFile(encode_image(BLUE)), IMAGE_MARK, [(32, 32)]),
         (("a ", RED, " b ", BLUE), f"a {IMAGE_MARK} b {IMAGE_MARK}", [(64, 48), (32, 32)]),
         ([f"a{IMAGE_MARK}b", RED], f"ab{IMAGE_MARK}", [(64, 48)]),  # a mark in the text is no image
     ],
@@ -65,7 +59,7 @@ def test_long_base64_is_decoded_in_steps() -> None:
 
 
 def test_a_file_that_fits_is_kept_as_it_is_also_from_base64() -> None:
-    file = png(RED)
+    file = encode_image(RED)
     encoded_file = base64.b64encode(file).decode()
     for image_file in (ImageFile(file), ImageFile(encoded_file)):
         (image,) = read_content(image_file, IMAGE_LAYOUT).images
@@ -81,7 +75,7 @@ def test_only_images_count_as_images() -> None:
 @pytest.mark.parametrize(
     ("value", "error", "complaint"),
     [
-        (ImageFile(png(RED)[:60]), ImageError, "damaged"),
+        (ImageFile(encode_image(RED)[:60]), ImageError, "damaged"),
         (ImageFile("no base64!"), ImageError, "not valid base64"),
         ([RED] * 17, ImageError, "at most 16 images"),
         ([RED, 7], TypeError, "content must be text, images, or a list of both, not int"),
@@ -94,7 +88,7 @@ def test_a_bad_image_is_an_error(value: Any, error: type[Exception], complaint: 
 
 
 def test_the_bytes_of_a_reply_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents, "MAX_CONTENT_BYTES", 2 * len(png(RED)))
+    monkeypatch.setattr(contents, "MAX_CONTENT_BYTES", 2 * len(encode_image(RED)))
     assert len(read_content([RED, RED], IMAGE_LAYOUT).images) == 2
     with pytest.raises(ImageError, match="return fewer or smaller images"):
         read_content([RED, RED, RED], IMAGE_LAYOUT)
@@ -124,7 +118,7 @@ def test_few_images_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
                 assert decoding_images.acquire(timeout=60)
             monkeypatch.setattr(contents, "DECODER_SECONDS", 0.0)
             with pytest.raises(ImageError, match="the image waited for other images for more than 0 s"):
-                read_content(ImageFile(png(RED)), IMAGE_LAYOUT)
+                read_content(ImageFile(encode_image(RED)), IMAGE_LAYOUT)
         finally:
             may_end.set()
         assert all(image.result(60).text == IMAGE_MARK for image in first_images)

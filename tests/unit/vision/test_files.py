@@ -14,29 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.vision.files import ImageError, image_digest, prepare_decoded, prepare_image
-from asyncrl.vision.layout import ImageLayout
 from asyncrl.vision.pixels import decode_stored, image_size
+from tests.fakes.image_data import animated_file, encode_image, noise
+from tests.fakes.layouts import qwen_layout
 
-LAYOUT = ImageLayout(
-    placeholder=9,
-    scaling="qwen",
-    patch_size=8,
-    merge_size=2,
-    temporal_patch_size=2,
-    min_pixels=32 * 32,
-    max_pixels=128 * 128,
-)
-
-
-def noise(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:
-    values = np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
-    return values[..., 0] if channels == 1 else values
-
-
-def encoded(image: PIL.Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format=kind, **options)
-    return buffer.getvalue()
+LAYOUT = qwen_layout(placeholder=9, patch_size=8, min_side=32, max_side=128)
 
 
 def decoded(file: bytes) -> np.ndarray:
@@ -46,7 +28,7 @@ def decoded(file: bytes) -> np.ndarray:
 def test_a_file_that_needs_no_change_stays_as_it_came() -> None:
     image = PIL.Image.fromarray(noise(48, 64))
     for kind in ("PNG", "JPEG"):
-        file = encoded(image, kind)
+        file = encode_image(image, kind)
         prepared = prepare_image(file, LAYOUT)
         assert prepared.file is file
         assert not prepared.changes
@@ -57,7 +39,7 @@ def test_a_file_that_needs_no_change_stays_as_it_came() -> None:
 @pytest.mark.parametrize("kind", ["WEBP", "GIF", "BMP", "TIFF"])
 def test_other_formats_become_png(kind: str) -> None:
     image = PIL.Image.fromarray(noise(48, 64)).quantize(16).convert("RGB")
-    file = encoded(image, kind, lossless=True)
+    file = encode_image(image, kind, lossless=True)
     prepared = prepare_image(file, LAYOUT)
     assert prepared.file.startswith(b"\x89PNG")
     assert np.array_equal(decoded(prepared.file), np.asarray(PIL.Image.open(io.BytesIO(file)).convert("RGB")))
@@ -65,14 +47,14 @@ def test_other_formats_become_png(kind: str) -> None:
 
 def test_a_photo_with_a_preview_is_read() -> None:
     image = PIL.Image.fromarray(noise(48, 64))
-    file = encoded(image, "MPO", save_all=True, append_images=[image.resize((32, 24))])
+    file = encode_image(image, "MPO", save_all=True, append_images=[image.resize((32, 24))])
     prepared = prepare_image(file, LAYOUT)
     assert np.array_equal(decoded(prepared.file), decoded(file))
 
 
 def test_a_lack_of_memory_is_not_taken_for_a_damaged_file(monkeypatch: pytest.MonkeyPatch) -> None:
     image = PIL.Image.fromarray(noise(300, 200))
-    file = encoded(image)
+    file = encode_image(image)
 
     def lack_memory(*arguments: Any, **options: Any) -> None:
         raise MemoryError
@@ -87,7 +69,7 @@ def test_a_lack_of_memory_is_not_taken_for_a_damaged_file(monkeypatch: pytest.Mo
 
 
 def test_images_are_scaled_once() -> None:
-    prepared = prepare_image(encoded(PIL.Image.fromarray(noise(300, 200))), LAYOUT)
+    prepared = prepare_image(encode_image(PIL.Image.fromarray(noise(300, 200))), LAYOUT)
     assert prepared.changes == ("scaled",)
     assert (prepared.ref.height, prepared.ref.width) == decoded(prepared.file).shape[:2]
     assert prepare_image(prepared.file, LAYOUT) == prepared._replace(changes=())
@@ -97,30 +79,30 @@ def test_photos_are_turned_upright() -> None:
     image = PIL.Image.fromarray(noise(48, 64))
     exif = PIL.Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees
-    prepared = prepare_image(encoded(image, "PNG", exif=exif), LAYOUT)
+    prepared = prepare_image(encode_image(image, "PNG", exif=exif), LAYOUT)
     assert prepared.changes == ("rotated",)
     assert np.array_equal(decoded(prepared.file), np.rot90(np.asarray(image), -1))
 
 
 def test_colours_become_rgb() -> None:
     grey = PIL.Image.fromarray(noise(48, 64, 1))
-    prepared = prepare_image(encoded(grey), LAYOUT)
+    prepared = prepare_image(encode_image(grey), LAYOUT)
     assert prepared.changes == ("converted to RGB",)
     assert np.array_equal(decoded(prepared.file), np.repeat(np.asarray(grey)[..., None], 3, 2))
 
     palette = PIL.Image.fromarray(noise(48, 64)).quantize(16)
     assert np.array_equal(
-        decoded(prepare_image(encoded(palette), LAYOUT).file), np.asarray(palette.convert("RGB"))
+        decoded(prepare_image(encode_image(palette), LAYOUT).file), np.asarray(palette.convert("RGB"))
     )
     printed = PIL.Image.fromarray(noise(48, 64)).convert("CMYK")
-    assert decoded(prepare_image(encoded(printed, "JPEG"), LAYOUT).file).shape == (48, 64, 3)
+    assert decoded(prepare_image(encode_image(printed, "JPEG"), LAYOUT).file).shape == (48, 64, 3)
 
 
 def test_transparent_pixels_are_white() -> None:
     pixels = noise(48, 64, 4)
     pixels[:24, :, 3] = 0
     pixels[24:, :, 3] = 255
-    prepared = prepare_image(encoded(PIL.Image.fromarray(pixels, "RGBA")), LAYOUT)
+    prepared = prepare_image(encode_image(PIL.Image.fromarray(pixels, "RGBA")), LAYOUT)
     assert prepared.changes == ("put on white",)
     assert (decoded(prepared.file)[:24] == 255).all()
     assert np.array_equal(decoded(prepared.file)[24:], pixels[24:, :, :3])
@@ -132,7 +114,7 @@ def test_half_transparent_pixels_are_mixed_with_white(mode: str) -> None:
     image = PIL.Image.fromarray(pixels, "RGBA").convert(mode)
     opacity = pixels[..., 3:] / 255
     colours = np.asarray(image.convert("RGBA"))[..., :3]
-    mixed = decoded(prepare_image(encoded(image), LAYOUT).file)
+    mixed = decoded(prepare_image(encode_image(image), LAYOUT).file)
     assert np.abs(mixed - (colours * opacity + 255 * (1 - opacity))).max() <= 0.6
 
 
@@ -140,7 +122,7 @@ def test_a_decoded_image_gives_the_same_file() -> None:
     image = PIL.Image.fromarray(noise(100, 70))
     prepared = prepare_decoded(image, LAYOUT)
     assert prepared == prepare_decoded(image, LAYOUT)
-    assert prepared.ref == prepare_image(encoded(image), LAYOUT).ref
+    assert prepared.ref == prepare_image(encode_image(image), LAYOUT).ref
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -154,29 +136,24 @@ def bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IEND", b"")
 
 
-def animation() -> bytes:
-    frames = [PIL.Image.fromarray(noise(48, 64, seed=seed)) for seed in range(2)]
-    return encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
-
-
 DEEP = PIL.Image.fromarray(np.zeros((48, 64), dtype=np.uint16))
-PLAIN = encoded(PIL.Image.fromarray(noise(48, 64)))
+PLAIN = encode_image(PIL.Image.fromarray(noise(48, 64)))
 
 
 @pytest.mark.parametrize(
     ("file", "problem"),
     [
         (b"", "not an image file"),
-        (encoded(PIL.Image.fromarray(noise(48, 64)), "EPS"), "not an image file of a supported format"),
-        (encoded(PIL.Image.fromarray(noise(48, 64)), "ICNS"), "not an image file of a supported format"),
+        (encode_image(PIL.Image.fromarray(noise(48, 64)), "EPS"), "not an image file of a supported format"),
+        (encode_image(PIL.Image.fromarray(noise(48, 64)), "ICNS"), "not an image file of a supported format"),
         (b"GIF89a, in name alone", "not an image file|damaged"),
         (PLAIN[: len(PLAIN) // 2], "damaged"),
         (bomb(20_000, 20), "20000 x 20 pixels, but a side may have at most 16384"),
         (bomb(16_000, 16_000), "too many pixels"),
         (bomb(8_000, 5_000), "8000 x 5000 pixels, more than the allowed 32,000,000; scale it down"),
-        (animation(), "2 frames"),
-        (encoded(DEEP), "16 bits|8 bits per channel"),
-        (encoded(PIL.Image.fromarray(noise(1, 300))), "300 times the shorter side"),
+        (animated_file(), "3 frames"),
+        (encode_image(DEEP), "16 bits|8 bits per channel"),
+        (encode_image(PIL.Image.fromarray(noise(1, 300))), "300 times the shorter side"),
         (b"\x89PNG" + bytes(40 << 20), "more than the allowed 33,554,432"),
     ],
     ids=[
