@@ -207,7 +207,7 @@ def test_a_kill_loses_no_image(example: Path, tmp_path: Path, role: str) -> None
 def test_both_stages_of_the_example_find_the_red_corner(tmp_path: Path) -> None:
     """Ten minutes on two quiet cores. A policy that does not look at the picture zooms into the red corner in
     1/4 of its episodes, and in 1/6 of the others reads the same pattern: 37.5% of 256 succeed, and 60% would
-    by chance once in 10^13 runs. The demonstrations lead to 62.5%."""
+    by chance once in 10^13 runs. The demonstrations lead to 50%."""
     write_example(tmp_path, seed=0)
     test = f"data.test={tmp_path}/test.parquet"
     without_faults = ("checkpoint.every=0", "launch.lease=60", "validation.samples=256", test)
