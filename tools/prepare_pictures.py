@@ -32,7 +32,7 @@ from examples.multiturn.images.pictures import CORNERS, Picture
 ROOT = Path(__file__).resolve().parents[1]
 TEXT_MODEL = ROOT / "examples/multiturn/calculator/model"  # its tokenizer
 IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-RED_ZOOMS = 0.2  # of the demonstrations zoom into the red corner on purpose, the others at random
+RED_ZOOMS = 0.4  # of the demonstrations zoom into the red corner on purpose, the others at random
 TEST_SEEDS = 1_000_000  # pictures of the test have seeds from here on
 
 CONTENT = """\

@@ -50,6 +50,8 @@ class ModelConfig(Section, frozen=True):
     contain this template."""
     template_args: Options = {}
     """Arguments for the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
+    read_images: bool = True
+    """If false, images become notes; set by the launcher where not all models read the same images."""
     max_image_tokens: Count = 0
     """Scale larger images down to this many tokens; 0: the limit of the model's image processor."""
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"

@@ -12,7 +12,7 @@ from functools import partial
 
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.data.run_images import RunImages
-from asyncrl.episodes.image_checks import require_images
+from asyncrl.episodes.image_checks import run_image_layout
 from asyncrl.errors import ProtocolError
 from asyncrl.store.schema import StoreError
 from asyncrl.types import Turn
@@ -29,7 +29,7 @@ class ImageHandler:
         self._store = state.journal.store
         self._outbox = state.journal.outbox
         self._images = RunImages.open(state.run_dir, self._store.reader)
-        _, self._refusal = layout_or_refusal(partial(require_images, state.config))
+        _, self._refusal = layout_or_refusal(partial(run_image_layout, state.config))
 
     def send_files(self, peer: bytes, message: ImageRequest) -> None:
         """Send the files that a peer asks for."""

@@ -1,5 +1,9 @@
-"""Checks that all parts of a run read the same images, from the configuration and the models' files alone: in
-the launcher, in workers, which show the notes of a text model otherwise, and in trainer ranks."""
+"""Says whether the models of a run read images.
+
+    launcher ── refused_images ──► model.read_images ──► all processes ── run_image_layout ──► their layout
+
+The launcher decides for the run, as other machines may not have the files of all models.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +12,20 @@ from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.vision.layout import ImageLayout, read_image_layout, read_processor
+from asyncrl.vision.layout import ImageLayout, is_vision_model, read_image_layout, read_processor
 from asyncrl.weights.checkpoint_match import frozen_shapes
 
 # Settings of an image processor that decide on the pixels of an image of the final size.
 PIXEL_SETTINGS = ("image_mean", "image_std", "rescale_factor", "do_rescale", "do_normalize")
 
 
-def require_images(config: RunConfig) -> ImageLayout:
-    """Return how the models of a run read images, at most `model.max_image_tokens` ids each. ConfigError says
-    why the run has no images: its model, its engine or its trainer cannot read them."""
+def run_image_layout(config: RunConfig) -> ImageLayout:
+    """Return how a run reads images, at most `model.max_image_tokens` ids each. ConfigError says why it reads
+    none."""
     model_path = config.model.path
     layout = read_image_layout(model_path)
-    if config.engine.remote and layout.scaling != "qwen":
-        raise ConfigError(
-            f"engine: for {model_path}, SGLang servers tokenize prompts with images again, perhaps into "
-            "other tokens than the trainer's; use the embedded engine (engine=torch), or a model of the "
-            "Qwen family"
-        )
-    if config.total_steps:
-        _require_trainable_images(config, layout)
+    if not config.model.read_images:
+        raise ConfigError("model.read_images is false; set it to true, or remove the images from the data")
 
     max_ids = config.model.max_image_tokens
     if not max_ids:
@@ -40,10 +38,31 @@ def require_images(config: RunConfig) -> ImageLayout:
     return layout.with_max_ids(max_ids)
 
 
-def _require_trainable_images(config: RunConfig, layout: ImageLayout) -> None:
-    """ConfigError names the key that training on images does not go with. Models that are on other machines
-    only are checked there."""
+def refused_images(config: RunConfig) -> str:
+    """Return why a run with a vision-language model cannot read images; "" if it can, or has a text model."""
+    if not is_vision_model(config.model.path):
+        return ""
+    try:
+        check_images(config)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def check_images(config: RunConfig) -> None:
+    """Check that the model, the engine and the trainer of a run read the same images, by the configuration
+    and the models' files alone. ConfigError names the key that is in the way."""
     model_path = config.model.path
+    layout = read_image_layout(model_path)
+    if config.engine.remote and layout.scaling != "qwen":
+        raise ConfigError(
+            f"engine: for {model_path}, SGLang servers tokenize prompts with images again, perhaps into "
+            "other tokens than the trainer's; use the embedded engine (engine=torch), or a model of the "
+            "Qwen family"
+        )
+    if not config.total_steps:
+        return
+
     if config.trainer.sequence_parallel > 1:
         raise ConfigError(
             f"trainer.sequence_parallel={config.trainer.sequence_parallel} does not work with images; set "
@@ -55,26 +74,28 @@ def _require_trainable_images(config: RunConfig, layout: ImageLayout) -> None:
             "no images; set it to the class of the whole model, or remove the images from the data"
         )
 
-    other_paths = {"kl.reference": config.kl.reference, "critic.path": config.critic.path}
-    for name, scorer in config.scorers.items():
-        if name == "reward":  # it reads texts
-            continue
-        if layout.scaling != "qwen" and name not in config.scorers_lent:
+    for name in config.scorers:
+        if name != "reward" and layout.scaling != "qwen" and name not in config.scorers_lent:
             raise ConfigError(
                 f"scorers.{name}: for {model_path}, SGLang servers tokenize prompts with images again; set "
                 "kl.reference to a path instead"
             )
-        other_paths[f"scorers.{name}.path"] = scorer.path
-    for key, path in other_paths.items():
-        if (
-            path
-            and (Path(path) / "config.json").is_file()
-            and _pixel_layout(path) != _pixel_layout(model_path)
-        ):
+    for key, path in _other_models(config).items():
+        if _pixel_layout(path) != _pixel_layout(model_path):
             raise ConfigError(
                 f"{key}: {path} uses different patches or pixel values from {model_path}; use a model of the "
                 "same family"
             )
+
+
+def _other_models(config: RunConfig) -> dict[str, str]:
+    """Return the directories of the models that read the policy's rows, by key. Scorers may be on other
+    machines only, and are then compared with each request."""
+    paths = {"kl.reference": config.kl.reference, "critic.path": config.critic.path}
+    for name, scorer in config.scorers.items():
+        if name != "reward" and (Path(scorer.path) / "config.json").is_file():  # a reward reads texts
+            paths[f"scorers.{name}.path"] = scorer.path
+    return {key: path for key, path in paths.items() if path}
 
 
 def _pixel_layout(path: str) -> tuple[Any, ...]:

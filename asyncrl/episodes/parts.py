@@ -24,7 +24,7 @@ from asyncrl.conversation.requests import IsUntrained, texts_of
 from asyncrl.conversation.tokenizer import load_tokenizer
 from asyncrl.conversation.turns import rows_of
 from asyncrl.environments import Environment, load_environment
-from asyncrl.episodes.image_checks import require_images
+from asyncrl.episodes.image_checks import check_images, run_image_layout
 from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import Agent, Command, load_agent, load_untrained
@@ -70,7 +70,7 @@ class EpisodeParts:
         if not environment_name:
             return None
 
-        if self.environment_shows_images:
+        if self.environment_shows_images and self.image_layout is None:
             with ConfigError.instead_of(ConfigError, text="rollout.environment shows images"):
                 self.require_images()
         return load_environment(environment_name)
@@ -114,18 +114,21 @@ class EpisodeParts:
 
     @cached_property
     def image_layout(self) -> ImageLayout | None:
-        """Return how the model reads images; None if it reads none, for the reason that `require_images`
-        gives. ConfigError for a setting of images that the model does not allow."""
+        """Return how the run reads images; None if it reads none. ConfigError for a setting of images that
+        the model does not allow."""
+        if not self.config.model.read_images:
+            return None
         if self.config.model.max_image_tokens:
-            return self.require_images()
+            return run_image_layout(self.config)
         try:
-            return self.require_images()
+            return run_image_layout(self.config)
         except ConfigError:
             return None
 
     def require_images(self) -> ImageLayout:
         """Return how the run reads images. ConfigError says why it reads none."""
-        return require_images(self.config)
+        check_images(self.config)
+        return run_image_layout(self.config)
 
     @cached_property
     def chat(self) -> Chat:

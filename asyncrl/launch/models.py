@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from asyncrl.config import RunConfig, divisors, leaves
 from asyncrl.conversation.templates import read_template
 from asyncrl.engines.sglang.served_layers import kinds_not_served, servers_get_adapters, type_without_adapters
+from asyncrl.episodes.image_checks import refused_images
 from asyncrl.errors import ConfigError, one_line, users_code
 from asyncrl.launch.estimates import multiplies_bfloat16, sees_gpu
 from asyncrl.vision.layout import read_image_layout
@@ -73,7 +74,7 @@ def resolve_models(
     if servers_get_adapters(config):
         weights = replace(weights, adapters=True)  # Servers that join the run need this, too.
 
-    return replace(
+    resolved_config = replace(
         config,
         model=model,
         weights=weights,
@@ -86,6 +87,9 @@ def resolve_models(
             for name, scorer in config.scorers.items()
         },
     )
+    if refused_images(resolved_config):
+        return replace(resolved_config, model=replace(model, read_images=False))
+    return resolved_config
 
 
 def resolve_lora_modules(config: RunConfig) -> list[str]:

@@ -18,6 +18,7 @@ import msgspec
 from asyncrl.config import CheckpointConfig, RunConfig, texts
 from asyncrl.data.tasks import task_of
 from asyncrl.engines.sglang.arguments import draft_warning
+from asyncrl.episodes.image_checks import refused_images
 from asyncrl.errors import AsyncrlError, ConfigError, recorded
 from asyncrl.gateway import Command
 from asyncrl.isolation.sandbox.detection import check_image
@@ -35,7 +36,6 @@ from asyncrl.store.schema import DATABASE, check_schema
 from asyncrl.trainer.footprint import needs_critic
 from asyncrl.types import Message, Sample, ToolCall
 from asyncrl.weights.checkpoint_match import check_checkpoint
-from asyncrl.weights.model_files import read_json
 from asyncrl.weights.trained_tensors import published_bytes
 from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
 
@@ -166,12 +166,9 @@ def show_images(inputs: Inputs) -> Iterator[Note]:
     other images become notes."""
     yield from map(ok, inputs.run_data.image_lines)
     rollout = inputs.config.rollout
-    reads_pixels = "vision_config" in read_json(Path(inputs.config.model.path) / "config.json")
-    if reads_pixels and (rollout.tools or rollout.environment or rollout.agent):
-        try:
-            inputs.parts.require_images()
-        except ConfigError as error:
-            yield warning(f"images of tools, environments and agents become notes: {error}")
+    refusal = refused_images(inputs.config)
+    if refusal and (rollout.tools or rollout.environment or rollout.agent):
+        yield warning(f"images of tools, environments and agents become notes: {refusal}")
 
 
 @preflight_check("tasks", requires=("data",))

@@ -32,7 +32,7 @@ from asyncrl.algorithms.recipe import compose
 from asyncrl.buffer.packing import Piece, micro_batches
 from asyncrl.config import RunConfig, described_recomputation
 from asyncrl.data.storage import stored_sequence_image_ids
-from asyncrl.episodes.image_checks import require_images
+from asyncrl.episodes.image_checks import run_image_layout
 from asyncrl.errors import recorded
 from asyncrl.runtime.liveness import silence_limit
 from asyncrl.trainer import report
@@ -203,7 +203,7 @@ class Learner:
         if self._image_pixels is None:
             self._image_pixels = ImagePixels(
                 self.config.model.path,
-                require_images(self.config),
+                run_image_layout(self.config),
                 silence_limit(self.config),
                 lambda wait_name: self.announce_wait(wait_name),
             )

@@ -196,6 +196,11 @@ def place_images(ids: Sequence[int], images: Sequence[ImageRef], layout: ImageLa
     return tuple(placed_ids)
 
 
+def is_vision_model(model_directory: str) -> bool:
+    """Return whether the model in a directory has a vision tower. ConfigError without its config.json."""
+    return "vision_config" in _read_object(Path(model_directory) / "config.json")
+
+
 def read_image_layout(model_directory: str) -> ImageLayout:
     """Return how the model in a directory reads images. ConfigError for a model of text, for a model whose
     images asyncrl does not read, and for a directory without the files of the processor."""

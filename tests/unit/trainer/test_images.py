@@ -18,10 +18,9 @@ from torch import Tensor
 from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.config import ModelConfig, Packing
 from asyncrl.engines.torch.engine import replace_weights
-from asyncrl.episodes.image_checks import require_images
 from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import ConfigError, DeadlineError, ProtocolError
-from asyncrl.launch.models import check_model
+from asyncrl.launch.models import check_model, resolve_models
 from asyncrl.model_class import auto_class_of, read_config
 from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer import images
@@ -584,26 +583,32 @@ def test_a_step_without_images_leaves_a_trained_tower_as_it_is(
 
 def test_sequence_parallel_does_not_go_with_images(model_paths: Callable[[str], str]) -> None:
     path = model_paths("qwen3_vl")
-    assert require_images(tiny_config(path)) == read_image_layout(path)
-    parts = EpisodeParts(tiny_config(path, trainer={"ranks": 2, "sequence_parallel": 2}))
-    assert parts.image_layout is None, "images of tools become notes"
+    assert resolve_models(tiny_config(path)).model.read_images
+    assert EpisodeParts(tiny_config(path)).require_images() == read_image_layout(path)
+
+    config = resolve_models(tiny_config(path, trainer={"ranks": 2, "sequence_parallel": 2}))
+    parts = EpisodeParts(config)
+    assert not config.model.read_images and parts.image_layout is None, "images of tools become notes"
     complaint = r"trainer\.sequence_parallel=2 does not work with images; set trainer\.sequence_parallel=1"
     with pytest.raises(ConfigError, match=complaint):
         parts.require_images()
 
 
 @pytest.mark.full
-def test_a_reference_must_read_images_like_the_policy(model_paths: Callable[[str], str]) -> None:
+def test_a_reference_and_a_critic_must_read_images_like_the_policy(model_paths: Callable[[str], str]) -> None:
     path = model_paths("qwen3_vl")
     complaints = {
         model_paths("glm4v"): r"kl\.reference: \S+ uses different patches or pixel values from \S+; use a",
         str(DEMO_MODEL): r"the model \(type \w+\) reads text only",
     }
     for reference, complaint in complaints.items():
-        parts = EpisodeParts(tiny_config(path, kl={"where": "loss", "reference": reference}))
+        config = resolve_models(tiny_config(path, kl={"where": "loss", "reference": reference}))
+        assert not config.model.read_images, "images of tools become notes"
         with pytest.raises(ConfigError, match=complaint):
-            parts.require_images()
-        assert parts.image_layout is None, "images of tools become notes"
+            EpisodeParts(config).require_images()
+
+    config = tiny_config(path, algorithm={"advantage": "gae"}, critic={"path": str(DEMO_MODEL)})
+    assert not resolve_models(config).model.read_images
 
 
 @pytest.mark.full
@@ -612,8 +617,10 @@ def test_an_architecture_of_text_alone_reads_no_images(tmp_path: Path) -> None:
     config_file = tmp_path / "model" / "config.json"
     settings = json.loads(config_file.read_text())
     config_file.write_text(json.dumps(settings | {"architectures": ["Qwen3_5ForCausalLM"]}))
+    config = resolve_models(tiny_config(path))
+    assert not config.model.read_images
     with pytest.raises(ConfigError, match="names a text-only class, so the model reads no images"):
-        require_images(tiny_config(path))
+        EpisodeParts(config).require_images()
 
 
 def test_adapters_do_not_train_the_tower() -> None:
