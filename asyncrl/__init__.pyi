@@ -45,8 +45,7 @@ class ModelKeys(TypedDict, total=False):
     template_args: Mapping[Any, Any]
     """Arguments for the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
     read_images: bool
-    """If false, images become notes, as for text models; set by the launcher where not all models of the
-    run read the same images."""
+    """If false, images become notes; set by the launcher where not all models read the same images."""
     max_image_tokens: int
     """Scale larger images down to this many tokens; 0: the limit of the model's image processor."""
     dtype: Literal["auto", "float32", "bfloat16"]
