@@ -197,8 +197,10 @@ def place_images(ids: Sequence[int], images: Sequence[ImageRef], layout: ImageLa
 
 
 def is_vision_model(model_directory: str) -> bool:
-    """Return whether the model in a directory has a vision tower. ConfigError without its config.json."""
-    return "vision_config" in _read_object(Path(model_directory) / "config.json")
+    """Return whether the model in a directory has a vision tower; False without its config.json. ConfigError
+    if that cannot be read."""
+    config_path = Path(model_directory) / "config.json"
+    return config_path.is_file() and "vision_config" in _read_object(config_path)
 
 
 def read_image_layout(model_directory: str) -> ImageLayout:
