@@ -67,10 +67,11 @@ MAX_ASPECT_RATIO = 200  # longer side to shorter side
 
 
 class ImageLayout(msgspec.Struct, frozen=True):
-    """How a model reads images. `placeholder`: the id that stands for a patch; `video_placeholder`: the same
-    for videos, if the model reads them. Limits in pixels of the scaled
-    image. A side of a scaled image is a multiple of `factor`; a merged patch of factor x factor pixels has
-    one id."""
+    """How a model reads images. A side of a scaled image is a multiple of `factor`; a merged patch of
+    factor x factor pixels has one id. `placeholder`: the id that stands for a merged patch;
+    `video_placeholder`: the same for videos, if the model reads videos. `patch_size`: side in pixels;
+    `merge_size`: patches along a side of a merged patch; `temporal_patch_size`: in frames. `min_pixels`,
+    `max_pixels`: limits of the scaled image, see `limit_scale`."""
 
     placeholder: int
     scaling: Scaling
@@ -163,11 +164,11 @@ class ImageLayout(msgspec.Struct, frozen=True):
     def placeholder_complaint(self, ids: Sequence[int]) -> str:
         """Return what is wrong with a prompt that has a placeholder itself, where the model would look for an
         image or a video; "" for other prompts."""
-        for placeholder in self.placeholders:
+        for medium, placeholder in (("image", self.placeholder), ("video", self.video_placeholder)):
             if placeholder in ids:
                 return (
-                    f"the prompt has the token {placeholder}, which stands for images, instead of image ids; "
-                    "remove image tokens from the text"
+                    f"the prompt has the token {placeholder}, which stands for {medium}s; remove {medium} "
+                    "tokens from the text"
                 )
         return ""
 

@@ -13,6 +13,7 @@ from tests.integration.test_images import (
     assert_images_are_stored,
     assert_same_logprobs,
     gallery_overrides,
+    let_half_of_the_ids_end_turns,
     write_gallery,
 )
 from tools.prepare_pictures import write_example
@@ -26,8 +27,10 @@ DEADLINE = 400.0
 def test_a_run_trains_on_images_and_survives_the_end_of_its_server(
     tmp_path: Path, train_vision: bool
 ) -> None:
-    write_example(tmp_path / "example", seed=0, demonstrations=8, questions=64)
-    overrides = gallery_overrides(tmp_path / "example", write_gallery(tmp_path))
+    example = tmp_path / "example"
+    write_example(example, seed=0, demonstrations=8, questions=64)
+    let_half_of_the_ids_end_turns(example / "model")
+    overrides = gallery_overrides(example, gallery=write_gallery(tmp_path))
     vision = f"model.train_vision={train_vision}"
     with Run(tmp_path, *overrides, vision, *SGLANG, "total_steps=6") as run:
         run.until(lambda: run.step >= 2, "step 2", DEADLINE)

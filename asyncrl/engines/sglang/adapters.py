@@ -119,7 +119,7 @@ class AdapterLoader:
         """Return log-probs of ids[1:] with each adapter of the last loaded version, in turn, at temperature
         1; NaN where the server has no log-prob."""
         names = self._adapter_names(self.loaded).values() if self.loaded is not None else ("",)
-        scores = [await self.api.score(ids, self._deadline, name) for name in names]
+        scores = [await self.api.score(ids, self._deadline, adapter=name) for name in names]
         return tuple(chain.from_iterable(scores))
 
     async def label(self) -> str:

@@ -179,13 +179,16 @@ class ServerApi(HttpTransport):
         self,
         ids: tuple[int, ...],
         seconds: float,
+        *,
         adapter: str = "",
         prompt: Mapping[str, Any] | None = None,
     ) -> tuple[float, ...]:
         """Return log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has no
         log-prob. A new salt keeps the server from using KV that other weights left in the cache. `adapter`:
         the name of the adapter to use. `prompt`: as in `read`."""
-        meta_info = await self.read(ids, seconds, 0, salt=uuid.uuid4().hex, adapter=adapter, prompt=prompt)
+        meta_info = await self.read(
+            ids, seconds, start=0, salt=uuid.uuid4().hex, adapter=adapter, prompt=prompt
+        )
         return tuple(
             math.nan if entry.logprob is None else entry.logprob
             for entry in meta_info.input_token_logprobs[1:]
@@ -195,8 +198,8 @@ class ServerApi(HttpTransport):
         self,
         ids: tuple[int, ...],
         seconds: float,
-        start: int,
         *,
+        start: int,
         salt: str,
         top: int = 0,
         adapter: str = "",

@@ -30,6 +30,9 @@ CONVOLUTION_DTYPE = "SGLANG_MAMBA_CONV_DTYPE"  # environment variable of a serve
 # Environment variables that keep cuBLAS and Triton's `tl.dot` from rounding float32 inputs to TF32. That
 # alone makes log-probs differ from the trainer's by more than `MIN_GAP_LIMIT` (coordinator/mismatches.py).
 WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
+# Environment variable that keeps a server from storing outputs of the vision tower. They are stored by image
+# alone, and neither an update of the weights nor /flush_cache drops those of earlier versions.
+WITHOUT_TOWER_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
 STREAM_INTERVAL = 4  # tokens per event of a stream: the most that a request loses when the server dies
 
 
@@ -78,9 +81,10 @@ def server_command(
 def server_environment(config: RunConfig) -> dict[str, str]:
     """Return the environment of a started server; the user's own variables take precedence. States of
     convolutions (gated delta nets, Mamba) are in the model's type: SGLang would round them to bfloat16. In
-    float32, TF32 is off."""
+    float32, TF32 is off. Outputs of a tower that trains are not cached."""
     precision = WITHOUT_TF32 if config.model.dtype == "float32" else {}
-    return {CONVOLUTION_DTYPE: config.model.dtype, **precision, **os.environ}
+    tower = WITHOUT_TOWER_CACHE if config.model.train_vision else {}
+    return {CONVOLUTION_DTYPE: config.model.dtype, **precision, **tower, **os.environ}
 
 
 def base_gpu(config: RunConfig, index: int, gpus: int, scorer: str = "") -> int:

@@ -108,8 +108,13 @@ def decode_event(payload: bytes) -> StreamEvent:
 
 def check_image_sizes(prompt_tokens: int, expected_tokens: int) -> None:
     """EngineRefused if a server read a prompt with images as another number of tokens. `prompt_tokens`: as
-    the server reports them; 0 before it does."""
-    if prompt_tokens not in (0, expected_tokens):
+    the server reports them; 0, which is refused, if the server reports none."""
+    if not prompt_tokens:
+        raise EngineRefused(
+            "the server does not report the length of a prompt with images (prompt_tokens), so it may have "
+            "scaled images that are scaled already; use the version of SGLang that the documentation names"
+        )
+    if prompt_tokens != expected_tokens:
         raise EngineRefused(
             f"the server read a prompt with images as {prompt_tokens} tokens instead of {expected_tokens}: "
             "its image processor scales images that are scaled already; start it with the "
@@ -168,7 +173,7 @@ class StreamedTurn:
             raise EngineError(f"{lost_tokens} of {total_tokens} tokens are missing from the server's stream")
 
         self.prompt_tokens = max(self.prompt_tokens, meta.prompt_tokens)
-        if self.request.images:
+        if self.request.images and self.prompt_tokens:  # an aborted request may report none
             check_image_sizes(self.prompt_tokens, len(self.request.ids))
         self.cached_tokens = max(self.cached_tokens, meta.cached_tokens)
         self.retractions = max(self.retractions, meta.num_retractions)

@@ -162,6 +162,24 @@ async def test_a_scorer_that_scales_images_again_is_refused() -> None:
                 await scoring
 
 
+async def test_a_scorer_that_does_not_report_the_length_of_a_prompt_is_refused() -> None:
+    ids = (5, *PNG_IDS, 6)
+    scored = [[None, 5], *([-9.0, 0] for _ in PNG_IDS), [-0.5, 6]]
+    async with connected(PromptWriter(LAYOUT)) as (script, client):
+        script.says("/generate", 200, msgspec.json.encode({"meta_info": {"input_token_logprobs": scored}}))
+        for scoring in (client.score(ids, FILES), client.read(ids, len(ids) - 1, 0, FILES)):
+            with pytest.raises(EngineRefused, match="does not report the length of a prompt with images"):
+                await scoring
+
+
+async def test_an_event_of_a_stream_need_not_report_the_length_of_a_prompt() -> None:
+    ids = (5, *PNG_IDS, 6)
+    async with connected(PromptWriter(LAYOUT)) as (script, client):
+        script.streams(event([3], 1), event([3, 4], 2, finish=LENGTH, prompt_tokens=len(ids)), DONE)
+        generation = await client.generate(replace(ask(ids, 2), images=FILES))
+    assert generation.ids == (3, 4)
+
+
 def test_images_of_families_whose_prompts_servers_tokenize_again_are_refused(tmp_path: Path) -> None:
     model_config = {"model_type": "qwen3_vl", "vision_config": {}, "image_token_id": PLACEHOLDER}
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(model_config))

@@ -165,6 +165,22 @@ def test_states_of_convolutions_are_in_the_models_type_unless_the_user_says_othe
     assert server_environment(configured())["SGLANG_MAMBA_CONV_DTYPE"] == "float16"
 
 
+@pytest.mark.parametrize("train_vision", [False, True])
+def test_outputs_of_a_tower_that_trains_are_not_cached_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, train_vision: bool
+) -> None:
+    """A server would use outputs of earlier versions: tests/sglang/test_images.py."""
+    monkeypatch.delenv("SGLANG_VLM_CACHE_SIZE_MB", raising=False)
+    config = configured()
+    model = msgspec.structs.replace(config.model, train_vision=train_vision)
+    config = msgspec.structs.replace(config, model=model)
+    expected_size = "0" if train_vision else None
+    assert server_environment(config).get("SGLANG_VLM_CACHE_SIZE_MB") == expected_size
+
+    monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", "50")
+    assert server_environment(config)["SGLANG_VLM_CACHE_SIZE_MB"] == "50"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_server_in_float32_may_not_round_to_tf32_unless_the_user_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, dtype: str

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoModelForImageTextToText
 from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as glm_resize
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as qwen_resize
@@ -96,6 +97,15 @@ def test_placeholders_become_runs() -> None:
     for ids_with_other_count in ((5, 9, 6), (9, 9, 9)):
         with pytest.raises(ConfigError, match="image placeholders for 2 images; use a template that"):
             place_images(ids_with_other_count, images, QWEN)
+
+
+def test_a_prompt_with_a_placeholder_of_its_own_is_refused() -> None:
+    layout = replace(QWEN, video_placeholder=10)
+    assert layout.placeholder_complaint((5, 8, 6)) == ""
+    assert "the token 9, which stands for images; remove image tokens" in layout.placeholder_complaint((5, 9))
+    assert "the token 10, which stands for videos; remove video tokens" in layout.placeholder_complaint(
+        (5, 10)
+    )
 
 
 def test_layouts_are_read_from_model_directories(tmp_path: Path) -> None:
