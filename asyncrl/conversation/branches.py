@@ -462,8 +462,8 @@ class Branches:
         placeholders = () if chat.image_layout is None else chat.image_layout.placeholders
         if any(placeholder in context for placeholder in placeholders):
             raise ConfigError(
-                "the prompt contains the token ID of an image or a video; remove the ID, or send the image in a "
-                "message"
+                "the prompt contains the token ID of an image or a video; remove the ID, or send the "
+                "image in a message"
             )
 
         return self._make_placement(request, row_number, context, row_messages + request.messages, is_side)
