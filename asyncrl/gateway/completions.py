@@ -90,8 +90,7 @@ UNSUPPORTED_FIELDS = {
 def read(body: Body, images: RequestImages = TEXT_ONLY) -> ChatExchange:
     """Read a request. ApiError for an invalid request, or an unsupported option; ImageError for a bad
     image."""
-    request, unheeded_fields = read_body(body, ChatRequest, UNSUPPORTED_FIELDS)
-    return ChatExchange(request, unheeded_fields, images)
+    return ChatExchange(read_body(body, ChatRequest, UNSUPPORTED_FIELDS), images)
 
 
 DIALECT = ApiDialect(read, openai_error)
@@ -119,9 +118,9 @@ class ChatExchange(Exchange):
 
     request: ChatRequest
 
-    def __init__(self, request: ChatRequest, unheeded_fields: dict[str, str], images: RequestImages) -> None:
+    def __init__(self, request: ChatRequest, images: RequestImages) -> None:
         self.request = replace(request, messages=[])
-        self.unheeded = unheeded_fields
+        self.ignored_parts = {}
         token_limits = filter(None, (request.max_tokens, request.max_completion_tokens))
         self.agent_request = agent_request(
             (_message(message, images) for message in request.messages),

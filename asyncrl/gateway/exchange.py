@@ -23,10 +23,10 @@ from asyncrl.errors import UNDECODABLE, AsyncrlError
 from asyncrl.gateway.images import RequestContent, RequestImages
 from asyncrl.types import EpisodeEnd, Message, ToolCall, Turn
 
-RequestT = TypeVar("RequestT", bound=msgspec.Struct)
+T = TypeVar("T")
 
 MODEL = "policy"
-IGNORED_FIELDS = (
+SAMPLING_FIELDS = (
     "temperature",
     "top_p",
     "top_k",
@@ -103,13 +103,13 @@ def encode_events(events: Iterable[Event]) -> bytes:
 
 class Exchange(Protocol):
     """A request of an API, and the API's way to answer: in one piece, or as events. `request`: the request
-    without the conversation, whose images may have 64 MiB. `unheeded`: fields and other parts without their
-    usual effect, and what happens to them."""
+    without the conversation, whose images may have 64 MiB. `ignored_parts`: what the run ignores or takes as
+    a hint, and what happens to it; `ignored_fields` are added."""
 
     request: Any
     agent_request: AgentRequest
     count: int = 1
-    unheeded: dict[str, str]
+    ignored_parts: dict[str, str]
 
     def full_answer(self, replies: Sequence[AgentReply]) -> dict[str, Any]: ...
     def begin(self, prompt_tokens: int) -> Iterator[Event]: ...
@@ -181,19 +181,16 @@ Limit = Annotated[int, Meta(ge=1)]
 SAMPLING_EFFECT = "is ignored, because the run sets the sampling parameters (rollout.temperature)"
 HINT_EFFECT = "is only a hint that the model may ignore (only tool_choice=none is enforced)"
 MAX_LOGGED_FIELDS = 200  # names of fields that are logged, since agents choose names
+USUAL_VALUES = (msgspec.Raw(b"null"), msgspec.Raw(b'"auto"'))  # of a field that is not worth a line
 FORM_FIELDS = ("tool_choice", "parallel_tool_calls", "response_format", "text")
 ModelName = Annotated[str, Meta(max_length=256)]  # any text: the name of the agent
 
 
-def read_body(
-    body: Body, request_type: type[RequestT], unsupported: Mapping[str, str]
-) -> tuple[RequestT, dict[str, str]]:
-    """Decode the body of a request. Return the request, and the fields without their usual effect: see
-    `without_effect`. ApiError for an unreadable body, or with advice for the fields `unsupported`."""
+def read_body(body: Body, request_type: type[T], unsupported: Mapping[str, str]) -> T:
+    """Decode the body of a request. ApiError for an unreadable body, or with advice for the fields
+    `unsupported`."""
     try:
-        # The typed decoder would drop the names of unknown fields.
-        sent_fields = msgspec.json.decode(body)
-        request = msgspec.convert(sent_fields, type=request_type)
+        request = msgspec.json.decode(body, type=request_type)
     except UNDECODABLE as error:
         raise ApiError(400, f"the request cannot be read: {error}") from error
 
@@ -201,7 +198,7 @@ def read_body(
         if getattr(request, field_name):
             raise ApiError(400, f"{field_name} is not supported: {advice}", "unsupported_parameter")
 
-    return request, without_effect(sent_fields, request_type)
+    return request
 
 
 def agent_request(
@@ -247,18 +244,24 @@ def _template_messages(messages: Iterable[Message]) -> Iterator[Message]:
         )
 
 
-def without_effect(sent_fields: Mapping[str, Any], request_type: type[msgspec.Struct]) -> dict[str, str]:
-    """Return those of the first MAX_LOGGED_FIELDS fields of a body that lack their usual effect, with the
-    effect. `sent_fields`: values by name. `request_type` has the fields that a dialect knows."""
+def ignored_fields(body: Body, request_type: type[msgspec.Struct]) -> dict[str, str]:
+    """Return those of the first MAX_LOGGED_FIELDS fields of a body that are ignored or only hints, and what
+    happens to them; none for a body with a name that is not UTF-8. `request_type` has the fields that a
+    dialect knows."""
+    try:
+        sent_fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except UNDECODABLE:
+        return {}
+
     effects = dict.fromkeys(request_type.__struct_fields__, "") | dict.fromkeys(FORM_FIELDS, HINT_EFFECT)
-    effects |= dict.fromkeys(IGNORED_FIELDS, SAMPLING_EFFECT)
-    unheeded_fields = {}
+    effects |= dict.fromkeys(SAMPLING_FIELDS, SAMPLING_EFFECT)
+    effects_by_name = {}
     for field_name, value in itertools.islice(sent_fields.items(), MAX_LOGGED_FIELDS):
         effect = effects.get(field_name, "has no effect")
-        if effect and value not in (None, "auto"):
-            unheeded_fields[field_name] = effect
+        if effect and value not in USUAL_VALUES:
+            effects_by_name[field_name] = effect
 
-    return unheeded_fields
+    return effects_by_name
 
 
 def _tool_schema(schema: dict[str, Any]) -> str:

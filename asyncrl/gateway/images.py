@@ -8,17 +8,28 @@ Agents send all images again with each request. A model that reads text only get
 from __future__ import annotations
 
 import hashlib
+import math
+import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.types import IMAGE_MARK, ImageRef
-from asyncrl.vision.content import IMAGE_NOTE, ImageFile, prepare_in_turn, without_marks
+from asyncrl.vision.content import (
+    DECODER_SECONDS,
+    IMAGE_NOTE,
+    ImageFile,
+    ImageTimeoutError,
+    prepare_in_turn,
+    without_marks,
+)
 from asyncrl.vision.files import ImageError, StoredImage
 from asyncrl.vision.layout import ImageLayout
 
 MAX_EPISODE_IMAGES = 1024
 MAX_EPISODE_BYTES = 256 << 20  # of the stored files of an episode
+PREPARE_SECONDS = 60.0  # for the new images of a request
 
 
 class HasImageError(AsyncrlError):
@@ -39,8 +50,9 @@ class RequestContent(NamedTuple):
 
 
 class RequestImages:
-    """Reads the images in the requests of an episode, one request at a time, as the gateway takes them.
-    `layout`: None for a model that reads text only. `add_image` takes an image into the episode."""
+    """Reads the images in the requests of an episode, one request at a time; the thread of a cancelled
+    request may still be at work. `layout`: None for a model that reads text only. `add_image` takes an image
+    into the episode."""
 
     def __init__(
         self,
@@ -49,8 +61,16 @@ class RequestImages:
     ) -> None:
         self.layout = layout
         self._add_image = add_image
+        self._lock = threading.Lock()
         self._prepared: dict[bytes, ImageRef] = {}  # by the hash of the base64
         self._stored_bytes = 0
+        self._deadline = math.inf  # for new images, on time.monotonic
+        self.prepare_seconds = 0.0  # CPU time of the new images of this request
+
+    def start_request(self) -> None:
+        """Begin to read a request, which has PREPARE_SECONDS for new images."""
+        self._deadline = time.monotonic() + PREPARE_SECONDS
+        self.prepare_seconds = 0.0
 
     def without_images(self) -> RequestImages:
         """Return a reader of requests to the same model that raises HasImageError for any image: it takes no
@@ -73,20 +93,35 @@ class RequestImages:
         return self.read_base64(encoded_file)
 
     def read_base64(self, encoded_file: str) -> RequestContent:
-        """Read an image from the base64 of a file. ImageError for a bad image, and for too many images."""
+        """Read an image from the base64 of a file. ImageError for a bad image, and for too many images;
+        ImageTimeoutError for a new image behind the deadline of the request. A repeated request does not
+        prepare the images before that image again."""
         if self.layout is None:
             return RequestContent(IMAGE_NOTE)
 
         key = hashlib.blake2b(encoded_file.encode(errors="replace"), digest_size=16).digest()
-        if key not in self._prepared:
-            self._prepared[key] = self._prepare(encoded_file, self.layout)
-        return RequestContent(IMAGE_MARK, (self._prepared[key],))
+        with self._lock:
+            if key not in self._prepared:
+                started = time.thread_time()
+                try:
+                    self._prepared[key] = self._prepare(encoded_file, self.layout)
+                finally:
+                    self.prepare_seconds += time.thread_time() - started
+            return RequestContent(IMAGE_MARK, (self._prepared[key],))
 
     def _prepare(self, encoded_file: str, layout: ImageLayout) -> ImageRef:
         if len(self._prepared) >= MAX_EPISODE_IMAGES:
             raise ImageError(f"an episode can have at most {MAX_EPISODE_IMAGES} images; send fewer images")
 
-        stored_image = prepare_in_turn(ImageFile(encoded_file), layout)
+        seconds_left = self._deadline - time.monotonic()
+        if seconds_left <= 0:
+            raise ImageTimeoutError(
+                f"the new images of the request were not read within {PREPARE_SECONDS:g} s; send the request "
+                "again, or fewer or smaller images"
+            )
+        stored_image = prepare_in_turn(
+            ImageFile(encoded_file), layout, seconds=min(seconds_left, DECODER_SECONDS)
+        )
         stored_bytes = self._stored_bytes + len(stored_image.file)
         if stored_bytes > MAX_EPISODE_BYTES:
             raise ImageError(

@@ -60,9 +60,8 @@ class _EpisodeTime:
     @asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[None]:
         """Raise TimeoutError after so many seconds, which begin anew with each release."""
-        async with asyncio.timeout(None) as timeout:
+        async with asyncio.timeout(None if self.is_held else seconds) as timeout:
             self._timeouts[timeout] = seconds
-            self._restart_timeouts()
             try:
                 yield
             finally:

@@ -105,14 +105,14 @@ class MessagesRequest(msgspec.Struct, frozen=True):
 def read(body: Body, images: RequestImages = TEXT_ONLY) -> MessagesExchange:
     """Read a request. ImageError for a bad image. ApiError for an invalid request, and for a request that
     continues a stored conversation: Anthropic's clients know that code, and send all messages again."""
-    request, unheeded_fields = read_body(body, MessagesRequest, {})
+    request = read_body(body, MessagesRequest, {})
     if request.thread is not None:
         text = (
             "thread is not supported: conversations are not stored; send all messages "
             "(set thread=False in tool runners)"
         )
         raise ApiError(400, text, "thread_unsupported_request")
-    return MessagesExchange(request, unheeded_fields, images)
+    return MessagesExchange(request, images)
 
 
 def write_error(error: ApiError) -> dict[str, Any]:
@@ -217,11 +217,9 @@ class MessagesExchange(Exchange):
 
     request: MessagesRequest
 
-    def __init__(
-        self, request: MessagesRequest, unheeded_fields: dict[str, str], images: RequestImages
-    ) -> None:
+    def __init__(self, request: MessagesRequest, images: RequestImages) -> None:
         self.request = replace(request, messages=[])
-        self.unheeded = unheeded_fields
+        self.ignored_parts = {}
         system_lines = _blocks_content(_blocks(request.system), TEXT_ONLY).text.split("\n")
         unbilled_lines = [line for line in system_lines if not line.startswith(BILLING_HEADER)]
         system_text = "\n".join(unbilled_lines)
@@ -230,14 +228,14 @@ class MessagesExchange(Exchange):
         functions = []  # the tools as chat completions write them
         for tool in request.tools or ():
             if tool.input_schema is None:
-                self.unheeded[f"the tool {tool.type or tool.name!r}"] = "has no schema and is left out"
+                self.ignored_parts[f"the tool {tool.type or tool.name!r}"] = "has no schema and is left out"
                 continue
             description = {"description": tool.description} if tool.description else {}
             function = {"name": tool.name, **description, "parameters": tool.input_schema}
             functions.append({"type": "function", "function": function})
 
         if len(unbilled_lines) < len(system_lines):
-            self.unheeded["a billing header"] = BILLING_EFFECT
+            self.ignored_parts["a billing header"] = BILLING_EFFECT
 
         self.agent_request = agent_request(
             [*system_messages, *_conversation_messages(request.messages, images)],

@@ -107,8 +107,7 @@ UNSUPPORTED_FIELDS = {
 def read(body: Body, images: RequestImages = TEXT_ONLY) -> ResponsesExchange:
     """Read a request. ApiError for an invalid request, or an unsupported option; ImageError for a bad
     image."""
-    request, unheeded_fields = read_body(body, ResponsesRequest, UNSUPPORTED_FIELDS)
-    return ResponsesExchange(request, unheeded_fields, images)
+    return ResponsesExchange(read_body(body, ResponsesRequest, UNSUPPORTED_FIELDS), images)
 
 
 DIALECT = ApiDialect(read, openai_error)
@@ -225,9 +224,7 @@ class ResponsesExchange(Exchange):
 
     request: ResponsesRequest
 
-    def __init__(
-        self, request: ResponsesRequest, unheeded_fields: dict[str, str], images: RequestImages
-    ) -> None:
+    def __init__(self, request: ResponsesRequest, images: RequestImages) -> None:
         self.request = replace(request, input="")
         items = list[Item]()
         if request.instructions:
@@ -240,7 +237,7 @@ class ResponsesExchange(Exchange):
         tools = list(wire_tools(request.tools or []))
         kinds = {str(tool.get("type")) for tool in request.tools or ()}
         hosted_kinds = kinds - {"function", "custom", "namespace"}
-        self.unheeded = unheeded_fields | {f"a tool of type {kind!r}": "is left out" for kind in hosted_kinds}
+        self.ignored_parts = {f"a tool of type {kind!r}": "is left out" for kind in hosted_kinds}
         self._tools_by_name = {tool.function["name"]: tool for tool in tools}
         if same_names := [tool for tool in tools if self._tools_by_name[tool.function["name"]] != tool]:
             raise ApiError(

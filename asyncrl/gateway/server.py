@@ -20,7 +20,7 @@ import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
@@ -49,6 +49,7 @@ from asyncrl.gateway.exchange import (
 from asyncrl.gateway.images import HasImageError, RequestImages
 from asyncrl.isolation.calls import to_its_end
 from asyncrl.values import shorten_to_line
+from asyncrl.vision.content import ImageTimeoutError
 from asyncrl.vision.files import ImageError
 
 log = logging.getLogger("asyncrl.gateway")
@@ -59,15 +60,12 @@ MAX_IMAGE_BODY_BYTES = 64 << 20
 MAX_READ_TWICE_BYTES = 1 << 20  # of a request that may turn out to have images only while it is read
 MAX_PARTS = 300_000  # brackets and commas of a request, texts included: they bound the cost of decoding
 COUNT_STEP = 1 << 20  # bytes in which brackets and commas are counted at a time, as this holds Python's lock
-READ_SECONDS = 60.0  # for the body of a request to arrive
+READ_SECONDS = 60.0  # for the body of a request to arrive, with the wait for a slot
 LINGER_SECONDS = 1.0  # for a client to find the answer to a request that was not read to the end
-MAX_CONCURRENT_BODIES = 4  # requests of an episode that are received or decoded at once
+REQUEST_SLOTS = 4  # requests of an episode that are received or decoded at once
 # The same for a model that reads images: the bodies of an episode take 64 MiB in either case, and an agent
 # keeps one thread busy at a time.
-MAX_CONCURRENT_IMAGE_BODIES = 1
-# Threads of a worker that decode requests with images: more than decode images at once (MAX_DECODERS), so
-# that an episode with many images lets requests of other episodes through between two images.
-IMAGE_THREADS = 8
+IMAGE_REQUEST_SLOTS = 1
 STOP_SECONDS = 2.0  # for connections to end when the server ends
 HEARTBEAT_SECONDS = 8.0  # between two signs of life of a stream
 # Until the first sign of life of an answer in one piece: proxies wait for 60 s, clients for 300 s. An error
@@ -195,11 +193,10 @@ class _RunningEpisode:
     open_requests: set[OpenRequest] = field(default_factory=set)
     unanswered_tries: Counter[tuple[AgentRequest, int]] = field(default_factory=Counter)
     own_listeners: list[asyncio.Server] = field(default_factory=list)  # listeners for this episode alone
-    body_slots: asyncio.Semaphore = field(init=False)  # taken until the request is decoded
+    request_slots: asyncio.Semaphore = field(init=False)  # taken until the request is decoded
 
     def __post_init__(self) -> None:
-        slot_count = MAX_CONCURRENT_IMAGE_BODIES if self.reads_images else MAX_CONCURRENT_BODIES
-        self.body_slots = asyncio.Semaphore(slot_count)
+        self.request_slots = asyncio.Semaphore(IMAGE_REQUEST_SLOTS if self.reads_images else REQUEST_SLOTS)
 
     @property
     def reads_images(self) -> bool:
@@ -299,15 +296,17 @@ class _UnreadRequests(logging.Filter):
 
 
 class Gateway:
-    """The HTTP server of a worker. `address`: an address of this machine."""
+    """The HTTP server of a worker. `address`: an address of this machine. `slots`: episodes that are served
+    at once."""
 
-    def __init__(self, address: str = "127.0.0.1") -> None:
+    def __init__(self, address: str = "127.0.0.1", slots: int = 64) -> None:
         self._address = address
         self.running_episodes: dict[str, _RunningEpisode] = {}  # by key
         self._logged_fields: set[str] = set()  # ignored fields that were logged
         self._base_url = ""
-        # The loop's default threads encode requests to servers, which must not wait for images of agents.
-        self._image_threads = ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="gateway-images")
+        # A thread for each episode: threads wait for images of other episodes. The loop's default threads
+        # encode requests to servers, which must not wait for images of agents.
+        self._image_threads = ThreadPoolExecutor(slots, thread_name_prefix="gateway-images")
 
         app = web.Application(middlewares=[self._boundary])
         app.router.add_get("/v1/models", self._list_models)
@@ -429,7 +428,7 @@ class Gateway:
             running_episode.first_request.set_result(None)
 
         exchange = await self._read_exchange(request, running_episode, dialect)
-        self._log_unheeded(exchange.unheeded)
+        self._log_ignored(exchange.ignored_parts)
 
         agent_request = exchange.agent_request
         open_request = OpenRequest(
@@ -473,57 +472,70 @@ class Gateway:
         self, request: web.Request, running_episode: _RunningEpisode, dialect: ApiDialect
     ) -> Exchange:
         """Receive and decode a request. Waits for a slot of the episode, and until the episode may take the
-        loop's time: slow bodies delay only requests of the same episode. ApiError, also when the episode ends
-        meanwhile; ImageError."""
-        async with running_episode.body_slots:
-            self._episode_of_key(request)  # the episode may be over
-            body = await self._receive_body(request, running_episode)
+        loop's time: slow bodies delay only requests of the same episode. ApiError, also when the body does
+        not arrive, or the episode ends meanwhile; ImageError."""
+        max_bytes = MAX_IMAGE_BODY_BYTES if running_episode.reads_images else MAX_BODY_BYTES
+        _check_headers(request, max_bytes)
+
+        async with AsyncExitStack() as slot:
+            try:
+                # With the wait for a slot: any number of slow bodies keep others waiting no longer than one.
+                async with self._connections.loop_times.reading_timeout(running_episode, READ_SECONDS):
+                    await slot.enter_async_context(running_episode.request_slots)
+                    self._episode_of_key(request)  # the episode may be over
+                    body = await _receive_body(request, max_bytes)
+            except TimeoutError as error:
+                arrival_problem = f"the request body did not arrive within {READ_SECONDS:g} s; send it again"
+                raise ApiError(408, arrival_problem) from error
+
             await self._connections.loop_times.until_released(running_episode)
             self._episode_of_key(request)
-            return await self._decode_exchange(dialect, body, running_episode.host.images)
+            return await self._decode_exchange(dialect, body, running_episode)
 
-    async def _receive_body(self, request: web.Request, running_episode: _RunningEpisode) -> bytearray:
-        """Receive the body of a request. ApiError when the body does not arrive, is compressed (a few bytes
-        could become gigabytes) or too large."""
-        codings = ", ".join(request.headers.getall("Content-Encoding", ())).strip()
-        if codings.lower() not in ("", "identity"):
-            raise ApiError(
-                415, f"Content-Encoding {shorten_to_line(codings)}: requests must not be compressed"
-            )
-        max_bytes = MAX_IMAGE_BODY_BYTES if running_episode.reads_images else MAX_BODY_BYTES
-        if (request.content_length or 0) > max_bytes:
-            raise _too_large(max_bytes)
-
-        body = bytearray()
-        try:
-            async with self._connections.loop_times.reading_timeout(running_episode, READ_SECONDS):
-                while chunk := await request.content.readany():
-                    body += chunk
-                    if len(body) > max_bytes:
-                        raise _too_large(max_bytes)
-        except TimeoutError as error:
-            arrival_problem = f"the request body did not arrive within {READ_SECONDS:g} s; send it again"
-            raise ApiError(408, arrival_problem) from error
-        except web.RequestPayloadError as error:
-            body_problem = "the request body contains invalid chunks, or does not have the announced length"
-            raise ApiError(400, body_problem) from error
-
-        return body
-
-    async def _decode_exchange(self, dialect: ApiDialect, body: Body, images: RequestImages) -> Exchange:
+    async def _decode_exchange(
+        self, dialect: ApiDialect, body: Body, running_episode: _RunningEpisode
+    ) -> Exchange:
         """Decode a request; in a thread if it is long or has images to decode. ApiError, ImageError."""
+        images = running_episode.host.images
         if images.layout is None or len(body) <= MAX_READ_TWICE_BYTES:
             with suppress(HasImageError):
-                return _decode_checked(dialect, body, images.without_images())
-        return await to_its_end(partial(_decode_checked, dialect, body, images), self._image_threads)
+                return self._decode_checked(dialect, body, images.without_images())
 
-    def _log_unheeded(self, unheeded: Mapping[str, str]) -> None:
-        """Log each ignored part of a request once. `unheeded`: see `Exchange`."""
-        # Otherwise invented names would cost loop time in each request.
-        if len(self._logged_fields) >= exchanges.MAX_LOGGED_FIELDS:
+        decode = partial(self._decode_charged, dialect, body, running_episode)
+        return await to_its_end(decode, self._image_threads)
+
+    def _decode_charged(self, dialect: ApiDialect, body: Body, running_episode: _RunningEpisode) -> Exchange:
+        """Decode a request in a thread, and charge the episode for the thread's time as for the loop's, since
+        decoding holds Python's lock. New images are not charged: most of their time is without the lock."""
+        images = running_episode.host.images
+        images.start_request()
+        started = time.thread_time()
+        try:
+            return self._decode_checked(dialect, body, images)
+        finally:
+            seconds = time.thread_time() - started - images.prepare_seconds
+            charge_episode = self._connections.loop_times.charge_episode
+            self.loop.call_soon_threadsafe(charge_episode, running_episode, seconds)
+
+    def _decode_checked(self, dialect: ApiDialect, body: Body, images: RequestImages) -> Exchange:
+        """Decode a request whose brackets and commas are counted before. ApiError, ImageError."""
+        _check_parts(body)
+        exchange = dialect.read(body, images)
+        if self._can_log_fields:
+            exchange.ignored_parts |= exchanges.ignored_fields(body, type(exchange.request))
+        return exchange
+
+    @property
+    def _can_log_fields(self) -> bool:
+        """Return False when invented names of fields would only cost time in each request."""
+        return len(self._logged_fields) < exchanges.MAX_LOGGED_FIELDS
+
+    def _log_ignored(self, ignored_parts: Mapping[str, str]) -> None:
+        """Log each ignored part of requests once. `ignored_parts`: see `Exchange`."""
+        if not self._can_log_fields:
             return
 
-        new_names = sorted(unheeded.keys() - self._logged_fields)
+        new_names = sorted(ignored_parts.keys() - self._logged_fields)
         free_lines = exchanges.MAX_LOGGED_FIELDS - len(self._logged_fields)
         for field_name in new_names[:free_lines]:
             self._logged_fields.add(field_name)
@@ -531,7 +543,7 @@ class Gateway:
                 described_name = "a parameter with an episode's key in its name"
             else:
                 described_name = ascii(field_name[:100])[1:-1][:100]
-            log.warning("agents sent %s, which %s", described_name, unheeded[field_name])
+            log.warning("agents sent %s, which %s", described_name, ignored_parts[field_name])
 
     async def _send_answer(
         self,
@@ -682,10 +694,28 @@ def _too_large(max_bytes: int) -> ApiError:
     )
 
 
-def _decode_checked(dialect: ApiDialect, body: Body, images: RequestImages) -> Exchange:
-    """Decode a request whose brackets and commas are counted before. ApiError, ImageError."""
-    _check_parts(body)
-    return dialect.read(body, images)
+def _check_headers(request: web.Request, max_bytes: int) -> None:
+    """Raise ApiError for a body that is compressed (a few bytes could become gigabytes) or too large."""
+    codings = ", ".join(request.headers.getall("Content-Encoding", ())).strip()
+    if codings.lower() not in ("", "identity"):
+        raise ApiError(415, f"Content-Encoding {shorten_to_line(codings)}: requests must not be compressed")
+    if (request.content_length or 0) > max_bytes:
+        raise _too_large(max_bytes)
+
+
+async def _receive_body(request: web.Request, max_bytes: int) -> bytearray:
+    """Receive the body of a request. ApiError for a body that is too large or broken."""
+    body = bytearray()
+    try:
+        while chunk := await request.content.readany():
+            body += chunk
+            if len(body) > max_bytes:
+                raise _too_large(max_bytes)
+    except web.RequestPayloadError as error:
+        body_problem = "the request body contains invalid chunks, or does not have the announced length"
+        raise ApiError(400, body_problem) from error
+
+    return body
 
 
 def _check_parts(body: Body) -> None:
@@ -771,6 +801,8 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case ImageTimeoutError():
+            return ApiError(408, str(error))
         case ImageError():
             return ApiError(400, str(error), "invalid_image")
         case web.HTTPNotFound() | web.HTTPMethodNotAllowed():

@@ -60,10 +60,10 @@ UNSUPPORTED_FIELDS = {"echo": "you already have the prompt", "suffix": "text can
 
 def read(body: Body, images: RequestImages = TEXT_ONLY) -> TextExchange:
     """Read a request. ApiError for an invalid request, or an unsupported option."""
-    request, unheeded_fields = read_body(body, TextRequest, UNSUPPORTED_FIELDS)
+    request = read_body(body, TextRequest, UNSUPPORTED_FIELDS)
     if request.best_of not in (None, request.n or 1):
         raise ApiError(400, "best_of is not supported: use n", "unsupported_parameter")
-    return TextExchange(request, unheeded_fields)
+    return TextExchange(request)
 
 
 DIALECT = ApiDialect(read, openai_error)
@@ -88,9 +88,9 @@ class TextExchange(Exchange):
 
     request: TextRequest
 
-    def __init__(self, request: TextRequest, unheeded_fields: dict[str, str]) -> None:
+    def __init__(self, request: TextRequest) -> None:
         self.request = replace(request, prompt=None)
-        self.unheeded = unheeded_fields
+        self.ignored_parts = {}
         prompt = _single_prompt(request.prompt)
         prompt_request = agent_request(
             [Message("user", prompt if isinstance(prompt, str) else "")],

@@ -187,7 +187,7 @@ class RolloutWorker:
             top_tokens=config.kl.top_k,
         )
         self.agents: Agents | None = None
-        gateway = Gateway(config.rollout.agent_address)
+        gateway = Gateway(config.rollout.agent_address, config.rollout.slots)
         if episode_parts.agent:
             self.agents = Agents(episode_parts.agent, gateway, episode_parts.untrained)
         self.runner = EpisodeRunner(episode_context, self._make_player)

@@ -20,7 +20,7 @@ from asyncrl.vision.layout import ImageLayout
 IMAGE_NOTE = "[image]"  # what people, and models that read text only, read in the place of an image
 MAX_IMAGES = 16  # of a reply or a message
 MAX_DECODERS = 2  # images that a process decodes at a time, as each may take much memory
-DECODER_SECONDS = 120.0  # limit for the wait for other images
+DECODER_SECONDS = 120.0  # for an image to wait for other images
 BASE64_STEP = 1 << 20  # characters that are decoded at a time, as decoding holds Python's lock; 4 are 3 bytes
 MAX_CONTENT_BYTES = 32 << 20  # stored files of a reply or a message, so that a record holds several
 
@@ -48,6 +48,10 @@ class ImageFile:
             )
         except ValueError as error:
             raise ImageError(f"the image is not valid base64 ({error})") from None
+
+
+class ImageTimeoutError(ImageError):
+    """An image that was not read in time, because of other images. The image itself may be good."""
 
 
 class Content(NamedTuple):
@@ -87,7 +91,7 @@ def read_content(value: Any, layout: ImageLayout | None) -> Content:
             texts.append(IMAGE_NOTE)
         else:
             texts.append(IMAGE_MARK)
-            images.append(prepare_in_turn(part, layout))
+            images.append(prepare_in_turn(part, layout, seconds=DECODER_SECONDS))
 
     if sum(len(image.file) for image in images) > MAX_CONTENT_BYTES:
         raise ImageError(
@@ -98,13 +102,13 @@ def read_content(value: Any, layout: ImageLayout | None) -> Content:
     return Content("".join(texts), tuple(images))
 
 
-def prepare_in_turn(image: Any, layout: ImageLayout) -> StoredImage:
+def prepare_in_turn(image: Any, layout: ImageLayout, *, seconds: float) -> StoredImage:
     """Prepare an ImageFile or a PIL.Image for a model, MAX_DECODERS images at a time in this process.
-    ImageError for an image that models cannot read, or whose turn does not come within DECODER_SECONDS."""
-    if not _free_decoders.acquire(timeout=DECODER_SECONDS):
-        raise ImageError(
-            f"the image waited for other images for more than {DECODER_SECONDS:g} s; send fewer or smaller "
-            "images"
+    ImageError for an image that models cannot read, ImageTimeoutError for an image whose turn does not come
+    within so many seconds."""
+    if not _free_decoders.acquire(timeout=seconds):
+        raise ImageTimeoutError(
+            f"the image waited for other images for more than {seconds:.0f} s; send fewer or smaller images"
         )
     try:
         if isinstance(image, ImageFile):

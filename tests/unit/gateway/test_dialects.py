@@ -109,11 +109,11 @@ def test_what_a_client_sends_as_a_matter_of_course_is_fine(dialect: Dialect) -> 
 @every_dialect
 def test_fields_that_do_nothing_are_named(dialect: Dialect) -> None:
     request = dialect.exchange_of([USER]).request
-    unheeded = dialect.exchange_of([USER], model="a", stream=None, seed=1, user="me", top_p=None).unheeded
-    assert unheeded == {"seed": exchange.SAMPLING_EFFECT, "user": "has no effect"}
-    assert dialect.exchange_of([USER], response_format="auto").unheeded == {}
-    many_fields = {f"{number}": 1 for number in range(1000)}
-    assert len(exchange.without_effect(many_fields, type(request))) == exchange.MAX_LOGGED_FIELDS
+    body = b'{"model": "a", "stream": null, "seed": 1, "user": "me", "top_p": null, "tool_choice": "auto"}'
+    ignored_fields = exchange.ignored_fields(body, type(request))
+    assert ignored_fields == {"seed": exchange.SAMPLING_EFFECT, "user": "has no effect"}
+    many_fields = json.dumps({f"{number}": 1 for number in range(1000)}).encode()
+    assert len(exchange.ignored_fields(many_fields, type(request))) == exchange.MAX_LOGGED_FIELDS
 
 
 @every_dialect
@@ -123,7 +123,9 @@ def test_a_form_that_is_asked_for_is_a_hint(dialect: Dialect) -> None:
     sent_fields = dialect.body([USER], [LOOK], **form)
     assert agent_exchange.agent_request == dialect.exchange_of([USER], [LOOK]).agent_request
     hint_fields = sent_fields.keys() & set(exchange.FORM_FIELDS)
-    assert agent_exchange.unheeded == dict.fromkeys(hint_fields, exchange.HINT_EFFECT)
+    body = json.dumps(sent_fields).encode()
+    ignored_fields = exchange.ignored_fields(body, type(agent_exchange.request))
+    assert ignored_fields == dict.fromkeys(hint_fields, exchange.HINT_EFFECT)
 
 
 def test_texts_to_stop_at() -> None:
@@ -308,7 +310,7 @@ def test_tools_of_responses_that_are_no_functions() -> None:
         names == ["mail__look", "mail__patch", "patch"]
         and "start: x" in agent_exchange.agent_request.tools[2]
     )
-    assert agent_exchange.unheeded == {"a tool of type 'web_search'": "is left out"}
+    assert agent_exchange.ignored_parts == {"a tool of type 'web_search'": "is left out"}
     text = '{"input": "a\\nb"}'
     names = [*(("mail__look", "{}"), ("patch", text)), ("mail__patch", text)]
     tool_calls = tuple(ToolCall(*named, f"call_{number}") for number, named in enumerate(names))
@@ -362,11 +364,7 @@ def test_what_anthropics_clients_send_beside_texts() -> None:
         Message("system", "hurry"),
     )
     assert len(agent_exchange.agent_request.tools) == 1
-    assert agent_exchange.unheeded.keys() == {
-        "a billing header",
-        "the tool 'web_search_20250305'",
-        "context_management",
-    }
+    assert agent_exchange.ignored_parts.keys() == {"a billing header", "the tool 'web_search_20250305'"}
 
 
 def test_what_clients_leave_open_may_be_null() -> None:
@@ -403,7 +401,7 @@ def test_no_text_of_anthropics_clients_is_lost() -> None:
     """A billing header takes nothing along that stands behind it; a document of text is its text."""
     agent_exchange = MESSAGES.exchange_of([USER], system=f"{messages.BILLING_HEADER} cc=1\nbe brief")
     assert agent_exchange.agent_request.messages[0] == Message("system", "be brief")
-    assert "a billing header" in agent_exchange.unheeded
+    assert "a billing header" in agent_exchange.ignored_parts
     image = {"type": "image", "source": {"type": "base64", "data": "iVBO"}}
     sources = [
         {"type": "text", "media_type": "text/plain", "data": "one"},

@@ -254,7 +254,8 @@ async def test_time_in_which_an_episode_is_held_counts_for_no_limit(
         begun = [await asyncio.open_connection(*base_address(inner)) for _ in range(2)]
         for _, writer in begun:
             writer.write(request(endpoint.api_key, Content_Length="100"))
-        while gateway.running_episodes[endpoint.api_key].body_slots._value > server.MAX_CONCURRENT_BODIES - 2:  # noqa: ASYNC110
+        slots = gateway.running_episodes[endpoint.api_key].request_slots
+        while slots._value > server.REQUEST_SLOTS - 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
         hold(gateway, endpoint)

@@ -6,20 +6,23 @@ import asyncio
 import base64
 import json
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
 import pytest
 
-from asyncrl.gateway import Gateway, completions, images, messages, responses, server
+from asyncrl.gateway import Gateway, completions, exchange, images, messages, responses, server
 from asyncrl.gateway.exchange import ApiDialect, Exchange, openai_error
 from asyncrl.gateway.images import TEXT_ONLY, RequestImages
 from asyncrl.types import IMAGE_MARK, ImageRef, Message
 from asyncrl.vision import content
-from asyncrl.vision.content import IMAGE_NOTE
+from asyncrl.vision.content import IMAGE_NOTE, ImageFile, ImageTimeoutError
 from asyncrl.vision.files import ImageError, StoredImage, prepare_image
+from asyncrl.vision.layout import ImageLayout
 from tests.fakes.chat import IMAGE_LAYOUT
 from tests.fakes.hosts import FakeHost, fetch, served
 from tests.fakes.image_data import image_file
@@ -311,9 +314,10 @@ async def test_only_requests_with_images_are_read_in_a_thread(
         """Return whether each reading of a request was in the event loop's thread."""
         threads.clear()
         body = json.dumps(chat_body(*encoded_files)).encode()
-        exchange = await gateway._decode_exchange(
-            ApiDialect(read, openai_error), body, RequestImages(IMAGE_LAYOUT)
-        )
+        async with gateway.admit_episode(image_host()) as endpoint:
+            exchange = await gateway._decode_exchange(
+                ApiDialect(read, openai_error), body, gateway.running_episodes[endpoint.api_key]
+            )
         assert exchange.agent_request.messages[0].images == tuple(map(ref, encoded_files))
         return [thread is threading.main_thread() for thread in threads]
 
@@ -339,10 +343,11 @@ def image_host() -> FakeHost:
 
 
 @served
-async def test_a_large_request_is_decoded_once_and_only_in_a_thread(
+async def test_a_large_request_is_decoded_only_in_a_thread(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop neither copies the body nor walks it."""
+    """The loop neither copies the body nor walks it. A second decoding finds the names of ignored fields, as
+    long as these are logged."""
     monkeypatch.setattr(server, "MAX_READ_TWICE_BYTES", 100)
     decode = msgspec.json.decode
     check_parts = server._check_parts
@@ -365,9 +370,12 @@ async def test_a_large_request_is_decoded_once_and_only_in_a_thread(
     async with gateway.admit_episode(image_host(), lambda: 0.0) as endpoint:
         status, _ = await fetch(endpoint, "/chat/completions", json=chat_body(RED) | {"seed": 1})
         assert status == 200
+        monkeypatch.setattr(exchange, "MAX_LOGGED_FIELDS", 1)
+        status, _ = await fetch(endpoint, "/chat/completions", json=chat_body(RED) | {"seed": 1})
+        assert status == 200
 
-    thread_name = "gateway-images_0"
-    assert walks == [("check", thread_name, bytearray), ("decode", thread_name, bytearray)]
+    walk_names = ["check", "decode", "decode", "check", "decode"]
+    assert walks == [(name, "gateway-images_0", bytearray) for name in walk_names]
 
 
 @every_dialect
@@ -415,6 +423,120 @@ async def test_slow_images_keep_no_other_work_of_threads_waiting(
         finally:
             busy_decoders.release(content.MAX_DECODERS)
         assert (await request)[0] == 200
+
+
+@served
+async def test_episodes_that_wait_for_images_keep_no_other_waiting(
+    gateway: Gateway, busy_decoders: BusyDecoders
+) -> None:
+    """A request without new images needs no decoder."""
+    async with AsyncExitStack() as episodes, gateway.admit_episode(image_host(), lambda: 0.0) as other:
+        waiting_endpoints = [
+            await episodes.enter_async_context(gateway.admit_episode(image_host(), lambda: 0.0))
+            for _ in range(20)
+        ]
+        busy_decoders.release()
+        assert (await fetch(other, "/chat/completions", json=chat_body(RED)))[0] == 200
+        assert busy_decoders.acquire()
+        busy_decoders.image_waits.clear()
+
+        requests = [
+            asyncio.create_task(fetch(endpoint, "/chat/completions", json=chat_body(RED)))
+            for endpoint in waiting_endpoints
+        ]
+        while not busy_decoders.image_waits.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.5)
+
+        try:
+            async with asyncio.timeout(5):
+                assert (await fetch(other, "/chat/completions", json=chat_body(RED)))[0] == 200
+        finally:
+            busy_decoders.release(len(requests))
+        assert [status for status, _ in await asyncio.gather(*requests)] == [200] * len(requests)
+
+
+@served
+async def test_images_that_are_not_read_in_time_are_sent_again(
+    gateway: Gateway, busy_decoders: BusyDecoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "PREPARE_SECONDS", 0.1)
+    async with gateway.admit_episode(image_host(), lambda: 0.0) as endpoint:
+        try:
+            status, answer = await fetch(endpoint, "/chat/completions", json=chat_body(RED))
+            assert (status, "waited for other images" in answer["error"]["message"]) == (408, True)
+        finally:
+            busy_decoders.release(content.MAX_DECODERS)
+        monkeypatch.setattr(images, "PREPARE_SECONDS", 60.0)
+        assert (await fetch(endpoint, "/chat/completions", json=chat_body(RED)))[0] == 200
+
+
+def test_a_repeated_request_keeps_the_images_that_were_read_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared_files: list[bytes | str] = []
+
+    def prepare(image: ImageFile, layout: ImageLayout, *, seconds: float) -> StoredImage:
+        prepared_files.append(image.file)
+        request_images._deadline = 0.0
+        return prepare_image(image.read_bytes(), layout)
+
+    monkeypatch.setattr(images, "prepare_in_turn", prepare)
+    request_images = RequestImages(IMAGE_LAYOUT)
+    request_images.start_request()
+    with pytest.raises(ImageTimeoutError, match="not read within 60 s"):
+        read_messages(completions.read, chat_body(RED, BLUE), request_images)
+    request_images.start_request()
+    read_messages(completions.read, chat_body(RED, BLUE), request_images)
+    assert prepared_files == [RED, BLUE]
+
+
+def test_two_threads_prepare_an_image_once(busy_decoders: BusyDecoders) -> None:
+    """A thread may still read a request whose handler was cancelled."""
+    added_images: list[StoredImage] = []
+
+    def add_image(image: StoredImage) -> ImageRef:
+        added_images.append(image)
+        return image.ref
+
+    request_images = RequestImages(IMAGE_LAYOUT, add_image)
+    with ThreadPoolExecutor(2) as threads:
+        results = [threads.submit(request_images.read_base64, RED) for _ in range(2)]
+        assert busy_decoders.image_waits.wait(10)
+        time.sleep(0.2)
+        busy_decoders.release(2)
+        assert [result.result().images for result in results] == [(ref(RED),)] * 2
+    assert len(added_images) == 1
+
+
+def spend(seconds: float) -> None:
+    """Work for so many seconds of CPU time of this thread."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+@served
+async def test_decoding_in_a_thread_is_charged_but_for_new_images(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charged_seconds: list[float] = []
+    charge_episode = gateway._connections.loop_times.charge_episode
+
+    def noting_charge(episode: object, seconds: float) -> None:
+        charged_seconds.append(seconds)
+        charge_episode(episode, seconds)
+
+    def prepare(image: ImageFile, layout: ImageLayout, *, seconds: float) -> StoredImage:
+        spend(1.0)
+        return prepare_image(image.read_bytes(), layout)
+
+    monkeypatch.setattr(gateway._connections.loop_times, "charge_episode", noting_charge)
+    monkeypatch.setattr(server, "MAX_READ_TWICE_BYTES", 100)
+    monkeypatch.setattr(server, "_check_parts", lambda body: spend(0.3))
+    monkeypatch.setattr(images, "prepare_in_turn", prepare)
+    async with gateway.admit_episode(image_host(), lambda: 0.0) as endpoint:
+        assert (await fetch(endpoint, "/chat/completions", json=chat_body(RED)))[0] == 200
+        assert (await fetch(endpoint, "/chat/completions", json=chat_body("AAAA")))[0] == 400
+    assert [0.3 <= seconds < 0.6 for seconds in charged_seconds if seconds >= 0.1] == [True, True]
 
 
 @served

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from typing import Any
 
 import aiohttp
@@ -125,7 +126,7 @@ async def test_slow_bodies_of_one_episode_keep_no_other_waiting(gateway: Gateway
 
         asking = [
             asyncio.create_task(fetch(slow, "/messages", data=body()))
-            for _ in range(server.MAX_CONCURRENT_BODIES + 40)
+            for _ in range(server.REQUEST_SLOTS + 40)
         ]
         for _ in asking:
             await arrived.acquire()
@@ -134,6 +135,55 @@ async def test_slow_bodies_of_one_episode_keep_no_other_waiting(gateway: Gateway
             request.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
         assert (await ask(slow, "q"))[0] == 200
+
+
+@served
+async def test_a_request_behind_many_slow_bodies_waits_no_longer_than_behind_one(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "REQUEST_SLOTS", 1)
+    monkeypatch.setattr(server, "READ_SECONDS", 0.5)
+    async with gateway.admit_episode(FakeHost()) as endpoint:
+        slow_requests = [asyncio.create_task(fetch(endpoint, "/messages", data=never())) for _ in range(10)]
+        await asyncio.sleep(server.READ_SECONDS / 2)
+        started = time.monotonic()
+        assert (await ask(endpoint, "q"))[0] == 200
+        assert time.monotonic() - started < 5 * server.READ_SECONDS
+        assert [status for status, _ in await asyncio.gather(*slow_requests)] == [408] * 10
+
+
+@served
+async def test_headers_are_refused_without_a_wait_for_slow_bodies(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "REQUEST_SLOTS", 1)
+    async with gateway.admit_episode(FakeHost()) as endpoint:
+        slow_request = asyncio.create_task(fetch(endpoint, "/messages", data=never()))
+        while not gateway.running_episodes[endpoint.api_key].request_slots.locked():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+        async with asyncio.timeout(5):
+            options: dict[str, Any] = {"data": b" " * 1001}
+            assert (await fetch(endpoint, "/messages", **options))[0] == 413
+            options = {"data": b"{}", "headers": {"Content-Encoding": "zstd"}}
+            assert (await fetch(endpoint, "/messages", **options))[0] == 415
+        assert not slow_request.done()
+        slow_request.cancel()
+        await asyncio.gather(slow_request, return_exceptions=True)
+
+
+@served
+async def test_fields_without_effect_are_not_decoded(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with gateway.admit_episode(FakeHost()) as endpoint:
+        for field in (b'"x": 1e999', b'"y": "\xff"', b'"\xff": 1'):
+            body = b'{"messages": [{"role": "user", "content": "q"}], %s}' % field
+            status, answer = await fetch(endpoint, "/chat/completions", data=body)
+            assert status == 200, answer
+        assert [record.getMessage() for record in caplog.records] == [
+            f"agents sent {name}, which has no effect" for name in "xy"
+        ]
 
 
 @served
