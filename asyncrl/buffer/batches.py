@@ -70,7 +70,7 @@ class Batch(msgspec.Struct):
     parts: uids of each part. The ranks partition each part, and cut their shares into micro-batches.
     groups: ids of the groups that count towards the batch.
     closed: no further part will be added.
-    lost: episodes whose turns or images could not be read, unless a commit has reported them as trained.
+    lost: episodes whose turns could not be read; from the commit on, those that the commit names as lost.
         Lost episodes stay in `parts`, so that the partition of the other episodes does not change.
     ranks, budget: number of ranks and tokens of a micro-batch when the plan was last handed out.
     """
@@ -301,33 +301,29 @@ class Batches:
     # -- commit, rollback, retention -----------------------------------------------------------------
 
     def commit_batch(
-        self, step: int, trained_uids: Collection[str], *, left_out_uids: Collection[str] = ()
+        self, step: int, trained_uids: Collection[str], *, lost_uids: Collection[str] = ()
     ) -> None:
         """Record that the batch of `step` was applied, perhaps again by a restarted trainer.
 
-        Lost episodes that were not trained are dropped as corrupt.
-
         Args:
-            left_out_uids: further lost episodes, whose images a rank could not read.
+            lost_uids: episodes that were not trained, as their turns or images could not be read. They are
+                dropped as corrupt.
 
         Raises:
-            ProtocolError: the two are not the plan without the episodes that were lost before. Nothing has
-                changed.
+            ProtocolError: `trained_uids` and `lost_uids` are not together the plan, each episode once.
+                Nothing has changed.
         """
         batch = self.by_step[step]
-        expected_trained = set(batch.planned).difference(left_out_uids)
-        earlier_lost = batch.lost.difference(left_out_uids)
-        mismatched_uids = expected_trained.symmetric_difference(trained_uids) - earlier_lost
-        mismatched_uids |= set(left_out_uids).difference(batch.planned)
+        expected_trained = set(batch.planned).symmetric_difference(lost_uids)
+        mismatched_uids = expected_trained.symmetric_difference(trained_uids)
         if mismatched_uids:
             raise ProtocolError(
                 f"the commit for step {step} does not match the step's plan; these episodes differ: "
                 f"{' '.join(sorted(mismatched_uids))}"
             )
 
-        lost_uids = batch.lost.union(left_out_uids).difference(trained_uids)
-        if lost_uids != batch.lost:
-            batch.lost = lost_uids
+        if batch.lost != set(lost_uids):
+            batch.lost = set(lost_uids)
             self._changed_steps.add(batch.step)
 
         trained_episodes = [self.planned_episodes[uid] for uid in batch.uids]

@@ -142,7 +142,7 @@ class Ledger:
             return (
                 f"the last {self.skipped_batches} batches led to no optimizer step, because their gradients "
                 "were not finite, all their tokens were masked, or an image of each episode was unreadable; "
-                "check the rewards, and rollout_corr/*, staleness/* and trainer/left_out_episodes in "
+                "check the rewards, and rollout_corr/*, staleness/* and trainer/lost_episodes in "
                 "metrics.jsonl"
             )
 

@@ -244,7 +244,7 @@ class TrainerHandler:
 
         first_commit = message.step > self.batches.committed
         if batch is not None:
-            self.batches.commit_batch(message.step, message.trained, left_out_uids=message.left_out)
+            self.batches.commit_batch(message.step, message.trained, lost_uids=message.lost)
 
         if first_commit:
             self.store.put_commit(message.step, self.fleet.trainer_epoch, message.plan_hash)

@@ -168,6 +168,8 @@ class RowImages:
             return self._preparer.submit(where, locate_image(value, self._origin.directory))
         except ImageError as error:
             raise ConfigError(f"{where}: {error}, or remove the row") from error
+        except MemoryError as error:
+            raise _memory_error(where) from error
 
 
 # -- preparing ---------------------------------------------------------------------------------------
@@ -308,6 +310,8 @@ class ImagePreparer:
             stored_image = preparation.prepared.result(IMAGE_SECONDS)
         except ImageError as error:
             raise ConfigError(f"{preparation.where}: {error}, or remove the row") from error
+        except MemoryError as error:
+            raise _memory_error(preparation.where) from error
         except TimeoutError:
             raise ConfigError(
                 f"{preparation.where}: the image was not prepared within {IMAGE_SECONDS:g} s; scale it down, "
@@ -323,6 +327,12 @@ class ImagePreparer:
         return stored_image.ref
 
 
+def _memory_error(where: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: there is too little memory to prepare the image; free memory, or scale the image down"
+    )
+
+
 def _content_of(image: Any) -> bytes:
     """Return what distinguishes a PIL.Image, which may have to be decoded now: its pixels, preceded by all
     that decides about their colours and their place."""
@@ -332,6 +342,8 @@ def _content_of(image: Any) -> bytes:
         palette = (image.palette.mode, image.getpalette(rawmode=None)) if image.palette else None
         header = (image.mode, image.size, orientation, palette, image.info.get("transparency"))
         return repr(header).encode() + pixels
+    except MemoryError:  # the image may be sound
+        raise
     except Exception as error:  # decoders of Pillow raise errors of many types for damaged files
         raise ImageError("the image is damaged; write the file again") from error
 

@@ -66,9 +66,14 @@ class MappedFile:
     def save(self, path: Path) -> None:
         """Save a copy, and replace an existing file at the path."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.tmp")
-        temporary.write_bytes(self._mapped_file)
-        temporary.replace(path)
+        _replace_file(path, self._mapped_file)
+
+
+def _replace_file(path: Path, content: bytes | mmap.mmap) -> None:
+    """Replace a file, whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(content)
+    temporary.replace(path)
 
 
 def _write_footer(file: BinaryIO, footer: msgspec.Struct) -> None:
@@ -200,14 +205,14 @@ def open_images(run_dir: Path, split: str) -> StoredImages | None:
 
 def save_sequence_image_ids(run_dir: Path, image_ids: int) -> None:
     """Save the most ids of images in a sequence that is trained, beside the samples."""
-    (run_dir / "data" / SEQUENCE_IMAGE_IDS).write_text(f"{image_ids}\n")
+    _replace_file(run_dir / "data" / SEQUENCE_IMAGE_IDS, f"{image_ids}\n".encode())
 
 
-def stored_sequence_image_ids(run_dir: Path) -> int:
-    """Return the most ids of images in a sequence that is trained, as the launcher has saved the number; 0
-    without the file."""
+def stored_sequence_image_ids(run_dir: Path) -> int | None:
+    """Return the most ids of images in a sequence that is trained, as the launcher has saved the number; None
+    without the file, as in a run directory that the launcher does not share."""
     path = run_dir / "data" / SEQUENCE_IMAGE_IDS
-    return int(path.read_text()) if path.exists() else 0
+    return int(path.read_text()) if path.exists() else None
 
 
 def check_same_data(samples: Samples, recorded_fingerprint: str, changed_by: str = "") -> None:

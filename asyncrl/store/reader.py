@@ -25,7 +25,8 @@ IMAGE_KIND = "image:"
 # uid, turn, generated | replied | result | image_kind; uid, session, part_kind
 FrameKey = tuple[str, int, str]
 IMAGE_QUERY = """SELECT segment, offset FROM frames WHERE kind=? AND kind > 'image:' AND kind < 'image;'
-    ORDER BY segment DESC, offset DESC LIMIT 1"""
+    AND (segment, offset) < (?, ?) ORDER BY segment DESC, offset DESC LIMIT 1"""
+AFTER_ALL = FrameLocation(segment=2**63 - 1, offset=0)  # the largest number of SQLite
 
 
 def part_kind(number: int) -> str:
@@ -94,26 +95,33 @@ class RunReader:
                     frame_place = frame_places.get((turn, kind))
                     yield self._segments.read_record(frame_place) if frame_place else b""
 
-    def image_location(self, digest: str) -> FrameLocation | None:
-        """Return the newest location of an image's file; None if the image is not stored."""
-        rows = self.rows(IMAGE_QUERY, image_kind(digest))
+    def image_location(self, digest: str, *, before: FrameLocation = AFTER_ALL) -> FrameLocation | None:
+        """Return the newest location, `before` another location, of an image's file; None if the image is not
+        stored there."""
+        rows = self.rows(IMAGE_QUERY, image_kind(digest), *before)
         return FrameLocation(*rows[0]) if rows else None
 
     def image_file(self, digest: str) -> bytes | None:
-        """Return the file of an image that a stored turn or reply brought into its episode; None if there is
-        none. StoreError for an unreadable file."""
+        """Return the file of an image that a stored turn or reply brought into its episode: of its readable
+        locations the newest; None if the image is not stored. StoreError if no location can be read."""
         kind = image_kind(digest)
         unwritten_file = next((file for key, file in self._unwritten.items() if key[2] == kind), None)
         if unwritten_file is not None:
             return unwritten_file
+
+        newest_failure: StoreError | None = None
         location = self.image_location(digest)
-        if location is None:
-            return None
-        try:
-            return self._segments.read_record(location)
-        except StoreError:
-            self.damaged_images.add(location)
-            raise
+        while location is not None:
+            try:
+                return self._segments.read_record(location)
+            except StoreError as error:
+                self.damaged_images.add(location)
+                newest_failure = newest_failure or error
+            location = self.image_location(digest, before=location)
+
+        if newest_failure is not None:
+            raise newest_failure
+        return None
 
     def plan_hash(self, step: int) -> str | None:
         rows = self.rows("SELECT plan_hash FROM commits WHERE step=?", step)

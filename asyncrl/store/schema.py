@@ -24,7 +24,8 @@ log = logging.getLogger("asyncrl.store")
 DATABASE = "run.db"
 # Raise it when a table, a stored struct, or `Sample` changes. Runs of the last two minor versions must stay
 # readable (docs/reference/run_directory.md): READABLE_SCHEMAS then keeps their schemas, and all that reads a
-# run can do without the new columns and fields. Drop schemas that only older versions wrote.
+# run can do without the new columns and fields. Drop schemas that only older versions wrote. An index needs
+# no new version: with another index, or none, all queries return the same, only later.
 SCHEMA_VERSION = 18
 READABLE_SCHEMAS = frozenset({SCHEMA_VERSION})
 TABLES = """

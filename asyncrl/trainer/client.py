@@ -111,7 +111,7 @@ class CoordinatorClient:
         self.waiting_for = ""
         self.committed_step = learner.step
         self.probed_message: trainer.Probed | None = None
-        self._trained_micro_batches = 0
+        self._work_count = 0
         self._reported_wait = ""  # the wait in the newest heartbeat
         self._heard_at = time.monotonic()
         self._next_heartbeat_at = self._heard_at
@@ -219,9 +219,10 @@ class CoordinatorClient:
         self.waiting_for = wait_name
         self._send_heartbeat_if_due(time.monotonic())
 
-    def after_micro_batch(self) -> None:
-        """Send heartbeats, and let servers join, during a long batch."""
-        self._trained_micro_batches += 1
+    def note_work(self) -> None:
+        """Count a micro-batch, or some images that were read; send heartbeats, and let servers join, during a
+        long batch."""
+        self._work_count += 1
         self._send_heartbeat_if_due(time.monotonic())
         self._publishing.allow_pause()
 
@@ -245,7 +246,7 @@ class CoordinatorClient:
             stopwatch.busy_s,
             stopwatch.idle_s,
             "; ".join(filter(None, wait_texts)),
-            self._trained_micro_batches,
+            self._work_count,
             self._checkpointing.checkpoints.written_bytes,
             checkpoint_problem=problem,
         )

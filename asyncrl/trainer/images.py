@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.errors import DeadlineError, ProtocolError
+from asyncrl.errors import AsyncrlError, DeadlineError, ProtocolError
 from asyncrl.types import Turn
 from asyncrl.vision.files import ImageError
 from asyncrl.vision.image_ids import (
@@ -78,7 +78,8 @@ class ImagePixels:
 
     `layout`: how the models read images. `time_limit`: seconds in which READ_AHEAD images, or those of a
     micro-batch, must be read. `announce_wait` is called with the wait's name, again and again while the wait
-    lasts, and with '' once it is over. ConfigError if the image processor cannot be loaded.
+    lasts, and with '' once it is over. `note_work` is called after each READ_AHEAD images of a part of the
+    plan. ConfigError if the image processor cannot be loaded.
     """
 
     def __init__(
@@ -87,14 +88,16 @@ class ImagePixels:
         layout: ImageLayout,
         time_limit: float = math.inf,
         announce_wait: Callable[[str], None] = lambda name: None,
+        note_work: Callable[[], None] = lambda: None,
     ) -> None:
         self.layout = layout
         self._time_limit = time_limit
         self._announce_wait = announce_wait
+        self._note_work = note_work
         self._reader = PixelReader(model_directory)
         thread_count = min(READER_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(thread_count, thread_name_prefix="images")
-        self._files: dict[str, bytes] = {}
+        self._files: dict[str, bytes] = {}  # of the batch, in the order of its parts
         self._pending: dict[str, Future[Pixels]] = {}
         self._cache: OrderedDict[str, Pixels] = OrderedDict()  # the last used come last
         self._cached_bytes = 0
@@ -107,10 +110,24 @@ class ImagePixels:
         """Drop all files: their batch is complete. Pixels are kept for the next batch."""
         self._files = {}
 
-    def read_images_of_episodes(self, turns_by_uid: Mapping[str, Sequence[Turn]]) -> dict[str, str]:
-        """Read all images of episodes, whose files were added before, and keep the first pixels, up to
-        PIXEL_CACHE_BYTES. Returns by uid why episodes cannot be trained: an image is lost or damaged,
-        or its file has another size than its ids say. DeadlineError if reading takes too long."""
+    def read_images_of_episodes(
+        self, turns_by_uid: Mapping[str, Sequence[Turn]], *, behind_barrier: bool = False
+    ) -> dict[str, str]:
+        """Read all images of the episodes of a part of the plan, whose files were added before, and keep the
+        first pixels, up to PIXEL_CACHE_BYTES.
+
+        Args:
+            behind_barrier: earlier parts of the batch are not trained yet, so their pixels are kept before
+                those of this part.
+
+        Returns:
+            by uid why episodes cannot be trained: an image is lost or damaged, or its file has another size
+            than its ids say.
+
+        Raises:
+            DeadlineError: reading takes too long.
+            AsyncrlError: there is too little memory to decode an image.
+        """
         runs_by_uid = {
             uid: [run for turn in turns for ids in (turn.context, turn.taught) for run in find_runs(ids)]
             for uid, turns in turns_by_uid.items()
@@ -139,7 +156,8 @@ class ImagePixels:
                     self._keep_pixels(digest)
                 except ImageError as error:
                     damaged[digest] = f"image {digest}: {error}"
-            self._trim_cache(soon_used=digests)
+            self._trim_cache(soon_used=list(self._files) if behind_barrier else digests)
+            self._note_work()
 
         if digests:
             self._announce_wait("")
@@ -178,7 +196,7 @@ class ImagePixels:
 
     def pixels_of(self, digests: Iterable[str]) -> dict[str, Pixels]:
         """Return the pixels of these images. ImageError for a file that cannot be decoded, ProtocolError
-        without the file."""
+        without the file, AsyncrlError for a lack of memory."""
         wanted_digests = list(dict.fromkeys(digests))
         self.prefetch(wanted_digests)
         if self._await_reads(wanted_digests):
@@ -210,9 +228,15 @@ class ImagePixels:
 
     def _keep_pixels(self, digest: str) -> Pixels:
         """Return the pixels of an image that was read, and keep them in the cache as the newest. ImageError
-        for a file that cannot be decoded."""
+        for a file that cannot be decoded, AsyncrlError for a lack of memory."""
         if digest in self._pending:
-            self._cache[digest] = self._pending.pop(digest).result()
+            with AsyncrlError.instead_of(
+                MemoryError,
+                text=f"image {digest}: there is too little memory to decode the image",
+                advice="free memory, or set model.max_image_tokens lower",
+            ):
+                pixels = self._pending.pop(digest).result()
+            self._cache[digest] = pixels
             self._cached_bytes += self._cache[digest].pixel_values.nbytes
         self._cache.move_to_end(digest)
         return self._cache[digest]

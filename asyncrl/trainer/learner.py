@@ -31,7 +31,7 @@ from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import compose
 from asyncrl.buffer.packing import Piece, micro_batches
 from asyncrl.config import RunConfig, described_recomputation
-from asyncrl.data.storage import stored_sequence_image_ids
+from asyncrl.data.storage import SEQUENCE_IMAGE_IDS, stored_sequence_image_ids
 from asyncrl.episodes.image_checks import run_image_layout
 from asyncrl.errors import recorded
 from asyncrl.runtime.liveness import silence_limit
@@ -68,6 +68,7 @@ from asyncrl.trainer.scores import Scores
 from asyncrl.trainer.teacher import Teacher
 from asyncrl.trainer.world import World
 from asyncrl.types import Turn
+from asyncrl.vision.layout import layout_or_refusal
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
 PlannedWork = Sequence[tuple[PlannedTrajectory, Sequence[Turn]]]
@@ -82,6 +83,21 @@ class _TrainedMicroBatch:
     micro_batch: MicroBatch
     logprobs: Tensor
     loss: MicroBatchLoss
+
+
+def sequence_image_ids(config: RunConfig) -> int:
+    """Return the most ids of images in a sequence that is trained, as the launcher has saved the number; 0
+    without the number, with a warning if the run reads images."""
+    run_directory = Path(config.run_dir) / config.name
+    image_ids = stored_sequence_image_ids(run_directory)
+    if image_ids is None and layout_or_refusal(partial(require_images, config))[0] is not None:
+        logger.warning(
+            "%s has no file data/%s, so the memory estimate leaves out the images of the data; share run_dir "
+            "with the launcher",
+            run_directory,
+            SEQUENCE_IMAGE_IDS,
+        )
+    return image_ids or 0
 
 
 TrainMicroBatch = Callable[[Sequence[TrainingSample], MicroBatch], _TrainedMicroBatch]
@@ -141,8 +157,8 @@ class Learner:
         self.micro_batch_size = (0, 0)
         self.dtype = master_dtype(config.model.dtype)  # dtype of numbers per token
         self.stopwatch = Stopwatch()
-        # Called after every micro-batch, for signs of life.
-        self.after_micro_batch: Callable[[], None] = lambda: None
+        # Called after every micro-batch, and after some images that were read, for signs of life.
+        self.note_work: Callable[[], None] = lambda: None
         # Called with the name of a wait, again and again until the wait is over, and then with ''.
         self.announce_wait: Callable[[str], None] = lambda name: None
         self._image_pixels: ImagePixels | None = None  # made with the first image
@@ -166,13 +182,12 @@ class Learner:
 
         device_memory = torch.cuda.get_device_properties(device).total_memory
         with recorded() as failure:
-            run_directory = Path(self.config.run_dir) / self.config.name
             least_every = least_recomputation(
                 self.config,
                 device_memory,
                 device.index or 0,
                 torch.cuda.device_count(),
-                stored_sequence_image_ids(run_directory),
+                sequence_image_ids(self.config),
             )
 
         if failure:
@@ -206,6 +221,7 @@ class Learner:
                 run_image_layout(self.config),
                 silence_limit(self.config),
                 lambda wait_name: self.announce_wait(wait_name),
+                lambda: self.note_work(),
             )
         return self._image_pixels
 
@@ -221,20 +237,22 @@ class Learner:
         hidden_size = self.policy.lm.config.get_text_config().hidden_size
         return partition_plan(planned, self.packing, self.token_budget, hidden_size, rank_count)
 
-    def take_images(self, work: PlannedWork, image_files: Mapping[str, bytes]) -> PlannedWork:
+    def read_images(self, work: PlannedWork, image_files: Mapping[str, bytes]) -> PlannedWork:
         """Read the images of this rank's trajectories of one part of the plan, if there are any, before
         `accumulate`. Returns the work without the trajectories that cannot be trained because of an image,
         and logs why. `image_files`: the stored files, by digest, of the images in the turns (`digests_of`),
         without those that are lost."""
         self.image_pixels.add_files(image_files)
-        reasons = self.image_pixels.read_images_of_episodes({planned.uid: turns for planned, turns in work})
+        reasons = self.image_pixels.read_images_of_episodes(
+            {planned.uid: turns for planned, turns in work}, behind_barrier=self.behind_barrier
+        )
         for uid, reason in reasons.items():
             logger.error("episode %s is not trained: %s", uid, reason)
         return [(planned, turns) for planned, turns in work if planned.uid not in reasons]
 
     def accumulate(self, work: PlannedWork) -> None:
         """Train on this rank's trajectories of one part of the plan, or hold them behind the barrier. An idle
-        rank has none. Images are those of `take_images`, called for this part."""
+        rank has none. Images are those of `read_images`, called for this part."""
         forced_routes = self.policy.forced_routes
         samples = [
             training_sample(
@@ -408,7 +426,7 @@ class Learner:
                     part_samples = with_values(part_samples, name, values)
 
             scored_samples += part_samples
-            self.after_micro_batch()
+            self.note_work()
 
         return scored_samples
 
@@ -447,7 +465,7 @@ class Learner:
             self._count_micro_batch(trained, tally)
             if self.reference is not None:
                 self.reference.release()
-            self.after_micro_batch()
+            self.note_work()
 
     def _collated_micro_batches(
         self, samples: Sequence[TrainingSample]

@@ -93,7 +93,7 @@ def try_largest(learner: Learner) -> None:
             learner.recipe.divergence,
             config.kl.top_k,
         )
-        learner.after_micro_batch()  # each may compile for minutes
+        learner.note_work()  # each may compile for minutes
 
     learner.micro_batch_size = 0, 0
     learner.optimizer.zero_grad()

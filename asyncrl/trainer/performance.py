@@ -21,8 +21,8 @@ from asyncrl.observe.metrics import PHASES
 
 # One backward serves policy and critic, and counts as update_actor; update_critic is the critic's optimizer.
 TIMED = tuple(name.removeprefix("timing_s/") for name in PHASES)
-# The phases ref to update_critic are also reported per token of the batch, as timing_per_token_ms/*.
-TIMED_PER_TOKEN = TIMED[2:7]
+# These phases are also reported per token of the batch, as timing_per_token_ms/*.
+TIMED_PER_TOKEN = ("ref", "values", "adv", "update_actor", "update_critic")
 PEAK_SIZE = {"cpu": 512, "cuda": 8192}  # rows of the multiplied matrices
 GB = 1e9
 

@@ -45,6 +45,7 @@ from asyncrl.wire.messages import shared, trainer
 from asyncrl.wire.sockets import Endpoints
 
 log = logging.getLogger("asyncrl.trainer")
+PAYLOAD_WAIT = "the other ranks' payloads"  # name of the wait
 SAVE_POLL_SECONDS = 0.05  # seconds between two checks for the end of a checkpoint
 SAVE_AGAIN_SECONDS = 5.0  # seconds after a last checkpoint that could not be written
 
@@ -130,14 +131,14 @@ class TrainerRank:
             self.checkpointing,
             self.publishing,
         )
-        self.learner.after_micro_batch = self.client.after_micro_batch
+        self.learner.note_work = self.client.note_work
         self.learner.announce_wait = self.client.announce_wait
 
         self.trainer_epoch = 0
         self.is_repeating = False
         self.published_step = -1
         self._batch_uids: list[str] = []
-        self._left_out_uids: list[str] = []  # of the batch, because of an image
+        self._lost_uids: list[str] = []  # of the batch: turns or images could not be read
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -201,19 +202,19 @@ class TrainerRank:
                 trim_heap()
 
         batch_uids = self._gather_uids(self._batch_uids)
-        left_out_uids = self._gather_uids(self._left_out_uids)
+        lost_uids = self._gather_uids(self._lost_uids)
         self.checkpointing.add_trained(batch_uids)
         self._batch_uids = []
-        self._left_out_uids = []
+        self._lost_uids = []
         metrics["trainer/trajectories_total"] = float(self.checkpointing.trained_total)
         rounding = self.publishing.rounding
         if rounding is not None:
             metrics["weights/probe_noise_floor"] = rounding.largest
             metrics["weights/probe_rounding_median"] = rounding.median
-        metrics["trainer/left_out_episodes"] = float(len(left_out_uids))
+        metrics["trainer/lost_episodes"] = float(len(lost_uids))
         metrics |= performance(*self.stopwatch.lap(), metrics, self.peak_flops, self.trainer_world.size)
         with self._waiting("wait_commit"):
-            to_publish = self._commit_step(plan, metrics, trained=batch_uids, left_out=left_out_uids)
+            to_publish = self._commit_step(plan, metrics, trained=batch_uids, lost=lost_uids)
         self.client.committed_step = self.learner.step
         self.ratio_recorder.save_step(self.learner.step)
 
@@ -259,16 +260,20 @@ class TrainerRank:
                     self.trainer_epoch, step, tuple(trajectory.uid for trajectory in part)
                 )
                 payload_answer, frames = self.client.request(payload_request, f"payloads of step {step}")
+                self._lost_uids += payload_answer.lost
                 planned_work += with_turns(
                     [trajectory for trajectory in part if trajectory.uid not in payload_answer.lost], frames
                 )
 
             digests = digests_of(turn for _, turns in planned_work for turn in turns)
+            if not digests:
+                self.client.meet_ranks(PAYLOAD_WAIT)
+                return plan, planned_work
             image_files = self._fetch_images(digests, step)
 
-        trainable_work = self._read_images(planned_work, image_files) if digests else planned_work
+        trainable_work = self._read_images(planned_work, image_files)
         with self._waiting(wait_name):
-            self.client.meet_ranks("the other ranks' payloads")
+            self.client.meet_ranks(PAYLOAD_WAIT)
 
         return plan, trainable_work
 
@@ -284,14 +289,12 @@ class TrainerRank:
 
     def _read_images(self, planned_work: PlannedWork, image_files: Mapping[str, bytes]) -> PlannedWork:
         """Read the images of these trajectories; return the trajectories that can be trained, and note the
-        others as left out."""
+        others as lost."""
         with self.timeline.span("read_images"), self.stopwatch.phase("read_images"):
-            trainable_work = self.learner.take_images(planned_work, image_files)
+            trainable_work = self.learner.read_images(planned_work, image_files)
 
         trainable_uids = {planned.uid for planned, _ in trainable_work}
-        self._left_out_uids += [
-            planned.uid for planned, _ in planned_work if planned.uid not in trainable_uids
-        ]
+        self._lost_uids += [planned.uid for planned, _ in planned_work if planned.uid not in trainable_uids]
         return trainable_work
 
     def _commit_step(
@@ -300,9 +303,9 @@ class TrainerRank:
         metrics: dict[str, float],
         *,
         trained: list[str],
-        left_out: list[str],
+        lost: list[str],
     ) -> bool:
-        """Commit the step. `trained`, `left_out`: uids of all ranks. Returns whether this version is to be
+        """Commit the step. `trained`, `lost`: uids of all ranks. Returns whether this version is to be
         published."""
         step = self.learner.step
         commit = trainer.Commit(
@@ -311,7 +314,7 @@ class TrainerRank:
             plan.plan_hash,
             trained=tuple(trained),
             metrics=metrics,
-            left_out=tuple(left_out),
+            lost=tuple(lost),
         )
         answer = self.client.request_for_all(commit, f"the commit of step {step}")
         self.checkpointing.best_step = answer.best
@@ -384,7 +387,7 @@ class TrainerRank:
                 temperature=self.config.rollout.temperature,
                 token_budget=self.learner.token_budget,
                 device=self.trainer_world.device,
-                after_forward=self.client.after_micro_batch,
+                after_forward=self.client.note_work,
             )
 
         if self.is_first:

@@ -54,7 +54,7 @@ def retrain(
             learner.token_budget = token_budget or plan.budget
             for work in recorded_work(config, reader, plan, learner.partition):
                 if digests := digests_of(turn for _, turns in work for turn in turns):
-                    work = learner.take_images(work, images.files_of(digests))
+                    work = learner.read_images(work, images.files_of(digests))
                 learner.accumulate(work)
             yield repeated_step, learner.finish()
     finally:

@@ -373,6 +373,7 @@ class PlayedTrainer:
         self.epoch = 0
         self.trained: list[str] = []
         self.batch: list[str] = []
+        self.lost: list[str] = []  # of the batch
         self.unsaved: list[str] = []
         self.repeating = self.has_ended = self.spikes = False
         self.published: Published | None = None
@@ -439,6 +440,7 @@ class PlayedTrainer:
                 assert len(frames) == sum(rank.turns[uid] for uid in message.uids if uid not in message.lost)
                 rank.question = None
                 rank.uids = [uid for uid in message.uids if uid not in message.lost]
+                self.lost += message.lost
                 self._start()
             case Committed() if isinstance(question, Commit) and is_answer(message, question):
                 self._committed(message)
@@ -487,7 +489,9 @@ class PlayedTrainer:
                 self.part_index = 0
                 self.step = self.step + 1
                 metrics = {"actor/grad_norm": 1.0}
-                commit = Commit(self.epoch, self.step, plan.plan_hash, tuple(batch), metrics)
+                lost = tuple(self.lost)
+                self.lost = []
+                commit = Commit(self.epoch, self.step, plan.plan_hash, tuple(batch), metrics, lost)
                 self.first.ask(commit, bulk=False)
             case "end" | "stop":
                 if self.parent != self.step:

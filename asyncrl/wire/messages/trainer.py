@@ -33,9 +33,10 @@ class TrainerHello(WireMessage, frozen=True):
 
 
 class TrainerHeartbeat(WireMessage, frozen=True):
-    """Sign of life of a rank. Seconds, `work`, the micro-batches scored or trained, and `written`, bytes of
-    checkpoints, are totals since the start: a rank whose `work` stays the same is alive, but makes no
-    progress. `checkpoint_problem`: why the newest checkpoint could not be written."""
+    """Sign of life of a rank. Seconds, `work`, the micro-batches scored or trained and the steps of reading
+    images, and `written`, bytes of checkpoints, are totals since the start: a rank whose `work` stays the
+    same is alive, but makes no progress. `checkpoint_problem`: why the newest checkpoint could not be
+    written."""
 
     rank: Count
     busy_s: Finite
@@ -58,15 +59,15 @@ class GrantDevices(WireMessage, frozen=True):
 
 
 class Commit(WireMessage, frozen=True):
-    """Rank 0 took the optimizer step of the batch of `step`. `trained`: uids of all ranks, of the plan's
-    trajectories whose payloads reached a rank, without those `left_out`, which have an unreadable image."""
+    """Rank 0 took the optimizer step of the batch of `step`. `trained` and `lost`, uids of all ranks, are
+    together the plan: the turns or images of lost trajectories could not be read."""
 
     trainer_epoch: Count
     step: Count
     plan_hash: str
     trained: tuple[str, ...]
     metrics: dict[str, float]
-    left_out: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
 
 
 class Committed(WireMessage, frozen=True):

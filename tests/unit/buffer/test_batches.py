@@ -149,18 +149,18 @@ def test_a_commit_that_is_repeated_leaves_the_refills_of_the_next_batch() -> Non
     assert (buffer.committed, buffer.refills) == (1, 1)
 
 
-def test_an_episode_that_the_trainer_left_out_is_dropped_as_corrupt() -> None:
+def test_an_episode_that_the_trainer_lost_is_dropped_as_corrupt() -> None:
     buffer, batches = make()
     admit(buffer, 2)
     land_group(buffer, 0, 1.0, 0.0), land_group(buffer, 1, 1.0, 0.0)
-    left_out_uid, *trained_uids = batches.next_part(1, 0, 1) or []
+    lost_uid, *trained_uids = batches.next_part(1, 0, 1) or []
 
-    with pytest.raises(ProtocolError, match=f"these episodes differ: {left_out_uid}"):
+    with pytest.raises(ProtocolError, match=f"these episodes differ: {lost_uid}"):
         batches.commit_batch(1, trained_uids)
     for _ in range(2):  # a restarted trainer repeats the commit
-        batches.commit_batch(1, trained_uids, left_out_uids=[left_out_uid])
-        states = {uid: batches.planned_episodes[uid].state for uid in (left_out_uid, *trained_uids)}
-        assert states == {left_out_uid: State.DROPPED, **dict.fromkeys(trained_uids, State.TRAINED)}
+        batches.commit_batch(1, trained_uids, lost_uids=[lost_uid])
+        states = {uid: batches.planned_episodes[uid].state for uid in (lost_uid, *trained_uids)}
+        assert states == {lost_uid: State.DROPPED, **dict.fromkeys(trained_uids, State.TRAINED)}
     assert buffer.committed == 1
 
 
@@ -169,16 +169,16 @@ def test_a_refused_commit_changes_nothing() -> None:
     admit(buffer, 2)
     for group in range(2):
         land_group(buffer, group, 1.0, 0.0)
-    left_out_uid, *trained_uids = batches.next_part(1, 0, 1) or []
+    lost_uid, *trained_uids = batches.next_part(1, 0, 1) or []
     batches.pop_changes()
 
-    for trained, left_out, differing in (
-        (trained_uids[1:], [left_out_uid], trained_uids[0]),
-        (trained_uids, [left_out_uid, "9.9"], "9.9"),
-        ([left_out_uid, *trained_uids], [left_out_uid], left_out_uid),
+    for trained, lost, differing in (
+        (trained_uids[1:], [lost_uid], trained_uids[0]),
+        (trained_uids, [lost_uid, "9.9"], "9.9"),
+        ([lost_uid, *trained_uids], [lost_uid], lost_uid),
     ):
         with pytest.raises(ProtocolError, match=f"these episodes differ: {differing}$"):
-            batches.commit_batch(1, trained, left_out_uids=left_out)
+            batches.commit_batch(1, trained, lost_uids=lost)
         assert not batches.by_step[1].lost
         assert not batches.pop_changes()
     assert buffer.committed == 0

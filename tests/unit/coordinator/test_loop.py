@@ -361,7 +361,7 @@ def planned(coordinator: Coordinator) -> Commit:
     )
     assert state.ledger.batches.next_part(1, 0, 1) and state.ledger.batches.next_part(1, 1, 1) == []
     batch = state.ledger.batches.by_step[1]
-    return Commit(state.fleet.trainer_epoch, 1, batch.plan_hash, tuple(batch.uids), {})
+    return Commit(state.fleet.trainer_epoch, 1, batch.plan_hash, tuple(batch.uids), {}, tuple(batch.lost))
 
 
 @pytest.mark.parametrize("error", [OSError(28, "no space left"), ProtocolError("broken")])

@@ -223,7 +223,9 @@ class Training:
     def train(self, uids: list[str] | None = None) -> list[str]:
         """Batch 0, of one part, perhaps as it was received before; what was in it."""
         uids = self.payloads(self.plan(0)) if uids is None else uids
-        commit = Commit(self.state.fleet.trainer_epoch, 1, self.plan(1).plan_hash, tuple(uids), {})
+        plan_hash = self.plan(1).plan_hash
+        lost = set(self.state.ledger.batches.by_step[1].planned).difference(uids)
+        commit = Commit(self.state.fleet.trainer_epoch, 1, plan_hash, tuple(uids), {}, tuple(lost))
         self.handler.record_commit(PEER, commit, 0.0)
         self.state.journal.persist()
         return uids

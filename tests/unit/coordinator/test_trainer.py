@@ -237,7 +237,9 @@ def commit_first(setup: TrainerSetup) -> None:
 def commit_of(setup: TrainerSetup, step: int) -> Commit:
     """All of its plan is trained."""
     batch = setup.state.ledger.batches.by_step[step]
-    return Commit(setup.state.fleet.trainer_epoch, step, batch.plan_hash, tuple(batch.uids), {})
+    return Commit(
+        setup.state.fleet.trainer_epoch, step, batch.plan_hash, tuple(batch.uids), {}, tuple(batch.lost)
+    )
 
 
 def test_a_commit_is_idempotent_and_another_plan_is_fatal(setup: TrainerSetup) -> None:

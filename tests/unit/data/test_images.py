@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import PIL.Image
 import pyarrow as pa
@@ -23,9 +24,10 @@ from asyncrl.commands.generate import prompt_columns
 from asyncrl.config import DataConfig
 from asyncrl.data import RowLayout, Samples, StoredImages
 from asyncrl.data import images as images_module
-from asyncrl.data.images import MAX_WAITING_IMAGES, ImagePreparer
+from asyncrl.data.images import MAX_WAITING_IMAGES, ImagePreparer, RowImages
 from asyncrl.data.rows import write_rows
 from asyncrl.data.samples import read_samples
+from asyncrl.data.sources import RowOrigin
 from asyncrl.errors import ConfigError
 from asyncrl.types import IMAGE_MARK, ImageRef, Message, Sample, ToolCall, ToolReply, readable_content
 from asyncrl.vision.files import StoredImage, image_digest, prepare_decoded, prepare_image
@@ -243,6 +245,24 @@ def test_a_bad_image_is_one_line_with_its_row(tmp_path: Path, name: str) -> None
     with pytest.raises(ConfigError, match=f"{position}.*{complaint}.*, or remove the row$") as caught:
         Split(path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("function", ["prepare_image", "image_digest"])
+def test_a_lack_of_memory_is_advice_with_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    monkeypatch.setattr(images_module, function, mock.Mock(side_effect=MemoryError))
+    position = r"a\.jsonl, sample 0: image 1 of 1 in the images column: "
+    with pytest.raises(ConfigError, match=f"{position}there is too little memory to prepare .*free memory"):
+        Split(write_jsonl(tmp_path / "a.jsonl", [marked([RED_TEXT])]))
+
+
+def test_a_decoded_image_is_not_called_damaged_for_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PIL.Image.Image, "tobytes", mock.Mock(side_effect=MemoryError))
+    with tempfile.TemporaryFile() as file, ImagePreparer(file, lambda: LAYOUT) as preparer:
+        row_images = RowImages(RowOrigin("a.jsonl", 0), None, preparer)
+        with pytest.raises(ConfigError, match="sample 0: an image: there is too little memory"):
+            row_images.add("a.jsonl, sample 0", PIL.Image.new("RGB", (64, 64)))
 
 
 def test_a_bad_image_in_a_message_names_the_column(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from asyncrl.data import Samples, open_images, samples_path
-from asyncrl.data.storage import images_path, stored_sequence_image_ids
+from asyncrl.data.storage import images_path, save_sequence_image_ids, stored_sequence_image_ids
 from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import ConfigError
 from asyncrl.launch.data import check_data
@@ -21,6 +21,7 @@ from asyncrl.launch.inputs import Inputs
 from asyncrl.launch.preflight import show_images
 from asyncrl.launch.run_directory import run_directory
 from asyncrl.store.runstore import RunStore
+from asyncrl.trainer.learner import sequence_image_ids
 from asyncrl.types import ImageRef, Message, Sample
 from tests.fakes.checked import Given, questions
 from tests.fakes.image_data import LAYOUT, image_file, make_image_model
@@ -88,6 +89,23 @@ def test_images_are_saved_beside_the_samples(given: Given, image_model: Path) ->
     check_data(EpisodeParts(given.config())).save_samples(run_dir)  # a restart without images
     assert not images_path(run_dir, "train").exists()
     assert stored_sequence_image_ids(run_dir) == 0
+
+
+def test_ranks_warn_if_the_number_of_image_ids_is_missing(
+    given: Given, image_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = given.config()
+    assert sequence_image_ids(config) == 0 and not caplog.text, "the model reads text only"
+
+    config = read_images(given, image_model, rows_with_images(64, 64, 64, 64)).config
+    assert sequence_image_ids(config) == 0
+    assert "x has no file data/sequence_image_ids, so the memory estimate" in caplog.text
+
+    run_dir = Path(config.run_dir) / config.name
+    (run_dir / "data").mkdir(parents=True)
+    save_sequence_image_ids(run_dir, 12)
+    assert [path.name for path in (run_dir / "data").iterdir()] == ["sequence_image_ids"]
+    assert sequence_image_ids(config) == 12
 
 
 def test_of_an_environment_with_images_plan_and_ranks_count_the_same(given: Given) -> None:

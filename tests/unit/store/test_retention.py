@@ -194,7 +194,7 @@ def test_a_plan_stays_until_a_checkpoint_covers_it_though_a_lost_payload_goes(tm
         land(run.buffer, uid, float(uid[-1]))
     planned_uids = run.batches.next_part(1, 0, 1) or []
     run.batches.mark_lost(1, planned_uids[0])
-    run.batches.commit_batch(1, planned_uids[1:])
+    run.batches.commit_batch(1, planned_uids[1:], lost_uids=planned_uids[:1])
     run.forget()
 
     frames = [frame for uid in planned_uids for frame in run.store.reader.turn_frames(uid, 1, ["generated"])]

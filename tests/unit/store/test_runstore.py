@@ -501,6 +501,36 @@ def test_an_image_that_cannot_be_read_is_written_again(tmp_path: Path) -> None:
     store.close()
 
 
+def test_of_several_locations_of_an_image_a_readable_one_is_read(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    store._segments.segment_bytes = 1  # a record per segment
+    for number in range(5):
+        store.put_image(f"{number}.0", 0, "d1", b"picture")
+        store.put_frame(f"{number}.0", 0, "generated", b"turn")
+        store.commit()
+    newest = store.reader.image_location("d1")
+    assert newest is not None
+    older = store.reader.image_location("d1", before=newest)
+    assert older is not None and older.segment < newest.segment
+
+    def damage(segment: int) -> None:
+        segment_file = tmp_path / "segments" / f"{segment:08}.seg"
+        segment_file.write_bytes(segment_file.read_bytes().replace(b"picture", b"p?cture"))
+
+    damage(newest.segment)
+    assert store.reader.image_file("d1") == b"picture"
+    store.put_image("9.0", 0, "d1", b"picture")
+    store.commit()
+    rewritten = store.reader.image_location("d1")
+    assert rewritten is not None and rewritten.segment > newest.segment
+
+    for segment in (0, older.segment, rewritten.segment):
+        damage(segment)
+    with pytest.raises(StoreError, match=f"{rewritten.segment:08}.seg: damaged record"):
+        store.reader.image_file("d1")
+    store.close()
+
+
 def test_a_restarted_writer_knows_how_old_a_segment_is(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     store._segments.segment_bytes = 1

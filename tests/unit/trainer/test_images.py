@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.config import ModelConfig, Packing
 from asyncrl.engines.torch.engine import replace_weights
 from asyncrl.episodes.parts import EpisodeParts
-from asyncrl.errors import ConfigError, DeadlineError, ProtocolError
+from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, ProtocolError, lacks_memory
 from asyncrl.launch.models import check_model, resolve_models
 from asyncrl.model_class import auto_class_of, read_config
 from asyncrl.store.checkpoints import CheckpointManifest
@@ -424,6 +425,42 @@ def test_the_first_images_of_a_part_beyond_the_cache_stay(
     assert decoded_files == [conversations.files[second], conversations.files[third]]
     image_pixels.pixels_of([third])
     assert decoded_files[2:] == [conversations.files[third]]
+
+
+def test_behind_a_barrier_images_of_earlier_parts_stay(
+    model_paths: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are trained before those of this part. In a stream their part has been trained."""
+    monkeypatch.setattr(images, "READ_AHEAD", 1)
+    for behind_barrier in (True, False):
+        conversations = Conversations(model_paths("qwen3_vl"))
+        image_pixels = conversations.image_pixels
+        first, second, third = conversations.files
+        pixels_by_digest = image_pixels.pixels_of(conversations.files)
+        kept_bytes = sum(pixels_by_digest[digest].pixel_values.nbytes for digest in (first, second))
+        monkeypatch.setattr(images, "PIXEL_CACHE_BYTES", kept_bytes)
+
+        image_pixels = ImagePixels(model_paths("qwen3_vl"), conversations.layout)
+        image_pixels.add_files({first: conversations.files[first]})
+        part = {"a": [turn_with(image_ids(first, 6))]}
+        assert image_pixels.read_images_of_episodes(part, behind_barrier=behind_barrier) == {}
+        image_pixels.add_files(conversations.files)
+        part = {"b": [turn_with(image_ids(second, 8)), turn_with(image_ids(third, 6))]}
+        assert image_pixels.read_images_of_episodes(part, behind_barrier=behind_barrier) == {}
+        assert (first in image_pixels._cache, second in image_pixels._cache) == (behind_barrier, True)
+        monkeypatch.setattr(images, "PIXEL_CACHE_BYTES", 2 << 30)
+
+
+def test_a_lack_of_memory_names_the_image_and_advice(
+    model_paths: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversations = Conversations(model_paths("qwen3_vl"))
+    digest = next(iter(conversations.files))
+    monkeypatch.setattr(pixels_module, "decode_stored", mock.Mock(side_effect=MemoryError))
+    advice = f"image {digest}: there is too little memory to decode the image .*; free memory, or set model"
+    with pytest.raises(AsyncrlError, match=advice) as caught:
+        conversations.image_pixels.read_images_of_episodes({"a": [turn_with(image_ids(digest, 6))]})
+    assert lacks_memory(caught.value), "in a micro-batch, new processes halve the micro-batch"
 
 
 def test_each_step_of_reading_a_part_is_announced(

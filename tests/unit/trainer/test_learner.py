@@ -192,7 +192,7 @@ def test_gradient_does_not_depend_on_the_cut(
     probed = list[tuple[float, ...]]()
     for parts in (1, 2, 3, 7):
         cut = random_cut(episodes, 1, parts, seed=parts)
-        learner.after_micro_batch = lambda: probed.append(score_ids(learner.policy, (1, 2, 3), world.device))
+        learner.note_work = lambda: probed.append(score_ids(learner.policy, (1, 2, 3), world.device))
         assert difference(final_gradients(learner, cut), one) < TOLERANCE, parts
     assert len(probed) >= 3 and len(set(probed)) == 1
 

@@ -56,7 +56,7 @@ def test_all_models_run_it_and_nothing_is_left(
     before = full_state(learner.policy)
     for model in (learner.policy, learner.critic):
         model.register_forward_hook(lambda model, args, out: sizes.append(args[0].ids.numel()))
-    learner.after_micro_batch = lambda: sizes.append(0)
+    learner.note_work = lambda: sizes.append(0)
     with caplog.at_level(logging.INFO):
         try_largest(learner)
     assert sizes == [3, 3, 0, 60, 60, 0], "servers join, and beats go out, after each"

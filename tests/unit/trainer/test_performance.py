@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from asyncrl.trainer.performance import FlopCount, Stopwatch, peak_flops, performance
+from asyncrl.trainer.performance import TIMED, FlopCount, Stopwatch, peak_flops, performance
 
 SIZE = {
     "hidden_size": 64,
@@ -50,6 +50,15 @@ def test_only_what_happened_since_the_last_commit_is_timed() -> None:
         "perf/throughput": pytest.approx(1000 / 4 / 3),  # verl: tokens of the batch / seconds / GPUs
         "perf/mfu/actor": pytest.approx(0.5),
         "perf/time_per_step": 4.0,
+    }
+
+
+def test_all_phases_of_the_models_are_timed_per_token() -> None:
+    phases = dict.fromkeys(TIMED, 1.0)
+    performance_metrics = performance(20.0, phases, {"perf/total_num_tokens": 1.0}, peak_rate=1.0, ranks=1)
+    per_token = {name for name in performance_metrics if name.startswith("timing_per_token_ms/")}
+    assert {name.partition("/")[2] for name in per_token} == {
+        *("adv", "update_actor", "ref", "values", "update_critic")  # as observe/metrics.yaml has them
     }
 
 

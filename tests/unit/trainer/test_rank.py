@@ -23,7 +23,7 @@ from asyncrl.trainer import checkpoint, client
 from asyncrl.trainer import rank as module
 from asyncrl.trainer.checkpointing import Checkpointing
 from asyncrl.trainer.client import HEARTBEAT_SECONDS, Stopped
-from asyncrl.trainer.images import ImagePixels
+from asyncrl.trainer.images import READ_AHEAD, ImagePixels
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.performance import Stopwatch
 from asyncrl.trainer.rank import SAVE_AGAIN_SECONDS, TrainerRank
@@ -55,7 +55,7 @@ GENERATION = Generation((1,), (-0.5,), (VersionSpan(0, 1, 0, 0),), StopReason.ST
 
 
 class FakeLearner:
-    """Calls `after_micro_batch` after every micro-batch, as the real one does."""
+    """Calls `note_work` after every micro-batch, as the real one does."""
 
     def __init__(self, config: Any, mesh: Any) -> None:
         self.step = 0
@@ -64,15 +64,16 @@ class FakeLearner:
         self.policy = SimpleNamespace(vocabulary=10)
         self.token_budget = 1
         self.recomputation = Recomputation(TrainerConfig())
-        self.after_micro_batch = lambda: None
+        self.note_work = lambda: None
         self.announce_wait = lambda wait_name: None
         self.rank_part = lambda planned: [list(planned)] if planned else []
 
-    take_images = Learner.take_images
+    read_images = Learner.read_images
+    behind_barrier = False
 
     def work(self, micros: int) -> None:
         for _ in range(micros):
-            self.after_micro_batch()
+            self.note_work()
 
 
 class FakeLink:
@@ -282,13 +283,13 @@ def test_episodes_with_a_lost_or_damaged_image_are_not_trained(
     monkeypatch.setattr(rank.client, "request", answer_request)
     trainable = rank._read_images(work, rank._fetch_images(digests, step=1))
     assert [trajectory.uid for trajectory, _ in trainable] == ["g/0", "g/1"]
-    assert rank._left_out_uids == ["g/2", "g/3"]
+    assert rank._lost_uids == ["g/2", "g/3"]
     assert f"episode g/2 is not trained: image {digests[2]}: a stored image cannot be" in caplog.text
     assert f"episode g/3 is not trained: image {digests[3]} is lost" in caplog.text
     assert rank._fetch_images([], step=1) == {}
 
 
-def test_a_commit_names_the_trained_and_the_left_out_episodes_of_all_ranks(
+def test_a_commit_names_the_trained_and_the_lost_episodes_of_all_ranks(
     rank: TrainerRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "is_tiny", lambda learner: True)
@@ -311,16 +312,16 @@ def test_a_commit_names_the_trained_and_the_left_out_episodes_of_all_ranks(
     )
 
     rank._batch_uids = ["g/0"]
-    rank._left_out_uids = ["g/1"]
+    rank._lost_uids = ["g/1"]
     for _ in range(2):
         rank.learner.step += 1
         rank._finish_batch(WorkPlan(rank.learner.step, 1, "step", plan_hash="p"))
     first_commit, second_commit = commits
     assert first_commit.trained == ("g/0", "h/0")
-    assert first_commit.left_out == ("g/1", "h/1", "h/2")
-    assert first_commit.metrics["trainer/left_out_episodes"] == 3
-    assert (second_commit.trained, second_commit.left_out) == ((), ())
-    assert second_commit.metrics["trainer/left_out_episodes"] == 0
+    assert first_commit.lost == ("g/1", "h/1", "h/2")
+    assert first_commit.metrics["trainer/lost_episodes"] == 3
+    assert (second_commit.trained, second_commit.lost) == ((), ())
+    assert second_commit.metrics["trainer/lost_episodes"] == 0
 
 
 def test_decoding_images_is_work_and_waiting_for_their_files_is_not(
@@ -338,13 +339,13 @@ def test_decoding_images_is_work_and_waiting_for_their_files_is_not(
         work_for(2.0)
         return {}
 
-    def take_images(work: Any, files: Any) -> Any:
+    def read_images(work: Any, files: Any) -> Any:
         work_for(3.0)
         return work
 
     rank.stopwatch = rank.learner.stopwatch = Stopwatch(lambda: now)
     rank.learner.rank_part = lambda trajectories: [[planned]]  # type: ignore[method-assign,assignment,list-item,return-value]
-    monkeypatch.setattr(rank.learner, "take_images", take_images)
+    monkeypatch.setattr(rank.learner, "read_images", read_images)
     monkeypatch.setattr(rank.client, "request_for_all", lambda *about, **how: WorkPlan(1, 0, "work"))
     monkeypatch.setattr(rank.client, "request", lambda *about: (Payloads(1, ("g/0",)), []))
     monkeypatch.setattr(module, "with_turns", lambda trajectories, frames: [(planned, [turn])])
@@ -354,6 +355,37 @@ def test_decoding_images_is_work_and_waiting_for_their_files_is_not(
     assert work == [(planned, [turn])]
     assert rank.stopwatch.lap()[1] == {"wait_data": 6.0, "read_images": 3.0}
     assert (rank.stopwatch.busy_s, rank.stopwatch.idle_s) == (3.0, 6.0)
+
+
+def test_the_work_of_reading_images_is_reported(rank: TrainerRank, tmp_path: Path) -> None:
+    """A rank whose `work` stays the same for too long counts as stalled."""
+    write_image_processor(tmp_path)
+    learner = rank.learner
+    learner.image_pixels = ImagePixels(  # type: ignore[misc]
+        str(tmp_path), LAYOUT, note_work=lambda: learner.note_work()
+    )
+    files = [image_file(color=f"#0000{number:02x}") for number in range(2 * READ_AHEAD)]
+    files_by_digest = {image_digest(file): file for file in files}
+    work: list[Any] = [
+        (SimpleNamespace(uid=f"g/{digest}"), [Turn(0, (1, *image_ids(digest, 4)), GENERATION)])
+        for digest in files_by_digest
+    ]
+    assert rank._read_images(work, files_by_digest) == work
+    assert rank.client.heartbeat_message().work == 2
+
+
+def test_a_part_without_images_is_one_wait(rank: TrainerRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = SimpleNamespace(uid="g/1")
+    rank.learner.rank_part = lambda trajectories: [[planned]]  # type: ignore[method-assign,assignment,list-item,return-value]
+    monkeypatch.setattr(rank.client, "request_for_all", lambda *about, **how: WorkPlan(1, 0, "work"))
+    monkeypatch.setattr(rank.client, "request", lambda *about: (Payloads(1, ("g/1",), ("g/1",)), []))
+    monkeypatch.setattr(module, "with_turns", lambda trajectories, frames: trajectories)
+    monkeypatch.setattr(rank.client, "meet_ranks", lambda purpose: None)
+    spans = list[str]()
+    monkeypatch.setattr(rank.timeline, "span", lambda name: spans.append(name) or nullcontext())
+    _, work = rank._take_plan(0)
+    assert (work, spans) == ([], ["wait_data"])
+    assert rank._lost_uids == ["g/1"], "its turns could not be read"
 
 
 @pytest.mark.parametrize("stops", [True, False])
@@ -524,7 +556,7 @@ def test_a_commit_waits_longer_than_a_full_disk_may_stop_the_coordinator(
     for link in (rank.client.control, rank.client.bulk):
         link.receive = lambda timeout: None  # type: ignore[method-assign]
     with pytest.raises(DeadlineError, match="the commit of step 0"):
-        rank._commit_step(WorkPlan(1, 1, "step"), {}, trained=[], left_out=[])
+        rank._commit_step(WorkPlan(1, 1, "step"), {}, trained=[], lost=[])
     assert any(isinstance(message, Commit) for message in rank.client.control.sent)  # type: ignore[attr-defined]
     assert clock.now > 100.0 + rank.config.launch.stall_timeout
 

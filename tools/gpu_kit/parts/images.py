@@ -477,7 +477,7 @@ def steps(context: Context, world: World, case: Case) -> Iterator[Finding]:
                 picture_ids = len(case.ids_of(pictures[0]))
                 files = {picture.ref.digest: picture.file for picture in pictures}
                 began = time.perf_counter()
-                readable_episodes = list(learner.take_images(step_episodes, files))
+                readable_episodes = list(learner.read_images(step_episodes, files))
                 decoding_durations.append(time.perf_counter() - began)
                 assert len(readable_episodes) == len(step_episodes)
 
