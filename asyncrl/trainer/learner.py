@@ -90,7 +90,7 @@ def sequence_image_ids(config: RunConfig) -> int:
     without the number, with a warning if the run reads images."""
     run_directory = Path(config.run_dir) / config.name
     image_ids = stored_sequence_image_ids(run_directory)
-    if image_ids is None and layout_or_refusal(partial(require_images, config))[0] is not None:
+    if image_ids is None and layout_or_refusal(partial(run_image_layout, config))[0] is not None:
         logger.warning(
             "%s has no file data/%s, so the memory estimate leaves out the images of the data; share run_dir "
             "with the launcher",
