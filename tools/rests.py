@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests.fakes 
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.torch.engine import build
 from asyncrl.gateway import Agent, Endpoint, Gateway, load_agent, load_untrained
+from asyncrl.gateway.exchange import Exchange
 from asyncrl.types import Generation, PolicyVersion, Sample, StopReason
 from asyncrl.weights.manifest import Manifest, WeightsRef
 from asyncrl.wire.messages.shared import Loaded
@@ -200,15 +201,25 @@ class NotingGateway(Gateway):
         self.records: list[Asked] = []
         self.breaks = breaks
 
-    async def _exchange(self, request: web.Request) -> web.StreamResponse:
-        body = await request.read()
-        record = Asked(request.path, bool(json.loads(body).get("stream")))
+    async def _handle_exchange(self, request: web.Request) -> web.StreamResponse:
+        try:
+            return await super()._handle_exchange(request)
+        except StreamBreaks:
+            return await broken(request)
+
+    async def _read_exchange(self, request: web.Request, *arguments: Any) -> Exchange:
+        exchange = await super()._read_exchange(request, *arguments)
+        record = Asked(request.path, bool(exchange.request.stream))
         if record.stream and self.breaks:
             self.breaks -= 1
-            return await broken(request)
+            raise StreamBreaks
         self.records.append(record)
         ASKED.set(record)
-        return await super()._exchange(request)
+        return exchange
+
+
+class StreamBreaks(Exception):
+    """The stream of this request is to break off."""
 
 
 async def broken(request: web.Request) -> web.StreamResponse:
