@@ -3,7 +3,7 @@
     python tools/prepare_pictures.py --out images
 
 <out>/model/                      a random Qwen3-VL of 0.5M parameters, with tokenizer and image processor
-<out>/demonstrations.parquet      conversations to imitate: where red is; what a corner shows, often a wrong one
+<out>/demonstrations.parquet      conversations to imitate: where red is; what some corner shows
 <out>/train.parquet, test.parquet questions in verl's layout, with the column `images`
 
 With --shuffle-images, a question comes with the picture of another question, while the tool still shows the

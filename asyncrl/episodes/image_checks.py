@@ -25,7 +25,9 @@ def run_image_layout(config: RunConfig) -> ImageLayout:
     model_path = config.model.path
     layout = read_image_layout(model_path)
     if not config.model.read_images:
-        raise ConfigError("model.read_images is false; set it to true, or remove the images from the data")
+        raise ConfigError(
+            "model.read_images=false: this run shows notes in place of images; its start says why"
+        )
 
     max_ids = config.model.max_image_tokens
     if not max_ids:

@@ -39,11 +39,10 @@ class Inputs:
     def resolved_config(self) -> RunConfig:
         """The configuration with directories in place of model names, and with the policy for groups."""
         from asyncrl.algorithms.recipe import with_group_policy
-        from asyncrl.launch.models import resolve_models
+        from asyncrl.launch.models import decide_on_images, resolve_models
 
-        return with_group_policy(
-            resolve_models(self.unresolved_config, previous_config(self.unresolved_config))
-        )
+        config = resolve_models(self.unresolved_config, previous_config(self.unresolved_config))
+        return with_group_policy(decide_on_images(config))
 
     @property
     def config(self) -> RunConfig:

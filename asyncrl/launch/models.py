@@ -74,7 +74,7 @@ def resolve_models(
     if servers_get_adapters(config):
         weights = replace(weights, adapters=True)  # Servers that join the run need this, too.
 
-    resolved_config = replace(
+    return replace(
         config,
         model=model,
         weights=weights,
@@ -87,9 +87,18 @@ def resolve_models(
             for name, scorer in config.scorers.items()
         },
     )
-    if refused_images(resolved_config):
-        return replace(resolved_config, model=replace(model, read_images=False))
-    return resolved_config
+
+
+def decide_on_images(config: RunConfig) -> RunConfig:
+    """Return the configuration with `model.read_images=false` where not all models of the run read the same
+    images. For the launcher alone: other machines may not have the files of all models. ConfigError says why
+    a model has no images if `model.max_image_tokens` is set."""
+    refusal = refused_images(config)
+    if not refusal:
+        return config
+    if config.model.max_image_tokens:
+        raise ConfigError(f"model.max_image_tokens is set, but {refusal}")
+    return replace(config, model=replace(config.model, read_images=False))
 
 
 def resolve_lora_modules(config: RunConfig) -> list[str]:

@@ -35,6 +35,7 @@ from asyncrl.remote import SCORER_PREFIX
 from asyncrl.store.schema import DATABASE, check_schema
 from asyncrl.trainer.footprint import needs_critic
 from asyncrl.types import Message, Sample, ToolCall
+from asyncrl.vision.layout import is_vision_model
 from asyncrl.weights.checkpoint_match import check_checkpoint
 from asyncrl.weights.trained_tensors import published_bytes
 from asyncrl.wire.addresses import EVERY_ADDRESS, own_address
@@ -166,9 +167,11 @@ def show_images(inputs: Inputs) -> Iterator[Note]:
     other images become notes."""
     yield from map(ok, inputs.run_data.image_lines)
     rollout = inputs.config.rollout
-    refusal = refused_images(inputs.config)
-    if refusal and (rollout.tools or rollout.environment or rollout.agent):
-        yield warning(f"images of tools, environments and agents become notes: {refusal}")
+    model = inputs.config.model
+    shows_notes = is_vision_model(model.path) and not model.read_images
+    if shows_notes and (rollout.tools or rollout.environment or rollout.agent):
+        reason = refused_images(inputs.config) or "model.read_images=false"
+        yield warning(f"images of tools, environments and agents become notes: {reason}")
 
 
 @preflight_check("tasks", requires=("data",))

@@ -219,9 +219,9 @@ class Learner:
             self._image_pixels = ImagePixels(
                 self.config.model.path,
                 run_image_layout(self.config),
-                silence_limit(self.config),
-                lambda wait_name: self.announce_wait(wait_name),
-                lambda: self.note_work(),
+                time_limit=silence_limit(self.config),
+                announce_wait=lambda wait_name: self.announce_wait(wait_name),
+                note_work=lambda: self.note_work(),
             )
         return self._image_pixels
 

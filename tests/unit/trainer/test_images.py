@@ -21,7 +21,7 @@ from asyncrl.config import ModelConfig, Packing
 from asyncrl.engines.torch.engine import replace_weights
 from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, ProtocolError, lacks_memory
-from asyncrl.launch.models import check_model, resolve_models
+from asyncrl.launch.models import check_model, decide_on_images
 from asyncrl.model_class import auto_class_of, read_config
 from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer import images
@@ -620,15 +620,22 @@ def test_a_step_without_images_leaves_a_trained_tower_as_it_is(
 
 def test_sequence_parallel_does_not_go_with_images(model_paths: Callable[[str], str]) -> None:
     path = model_paths("qwen3_vl")
-    assert resolve_models(tiny_config(path)).model.read_images
+    assert decide_on_images(tiny_config(path)).model.read_images
     assert EpisodeParts(tiny_config(path)).require_images() == read_image_layout(path)
 
-    config = resolve_models(tiny_config(path, trainer={"ranks": 2, "sequence_parallel": 2}))
+    config = decide_on_images(tiny_config(path, trainer={"ranks": 2, "sequence_parallel": 2}))
     parts = EpisodeParts(config)
     assert not config.model.read_images and parts.image_layout is None, "images of tools become notes"
     complaint = r"trainer\.sequence_parallel=2 does not work with images; set trainer\.sequence_parallel=1"
     with pytest.raises(ConfigError, match=complaint):
         parts.require_images()
+
+    with pytest.raises(
+        ConfigError, match=r"model\.max_image_tokens is set, but trainer\.sequence_parallel=2"
+    ):
+        decide_on_images(
+            tiny_config(path, trainer={"ranks": 2, "sequence_parallel": 2}, model={"max_image_tokens": 64})
+        )
 
 
 @pytest.mark.full
@@ -639,13 +646,13 @@ def test_a_reference_and_a_critic_must_read_images_like_the_policy(model_paths: 
         str(DEMO_MODEL): r"the model \(type \w+\) reads text only",
     }
     for reference, complaint in complaints.items():
-        config = resolve_models(tiny_config(path, kl={"where": "loss", "reference": reference}))
+        config = decide_on_images(tiny_config(path, kl={"where": "loss", "reference": reference}))
         assert not config.model.read_images, "images of tools become notes"
         with pytest.raises(ConfigError, match=complaint):
             EpisodeParts(config).require_images()
 
     config = tiny_config(path, algorithm={"advantage": "gae"}, critic={"path": str(DEMO_MODEL)})
-    assert not resolve_models(config).model.read_images
+    assert not decide_on_images(config).model.read_images
 
 
 @pytest.mark.full
@@ -654,7 +661,7 @@ def test_an_architecture_of_text_alone_reads_no_images(tmp_path: Path) -> None:
     config_file = tmp_path / "model" / "config.json"
     settings = json.loads(config_file.read_text())
     config_file.write_text(json.dumps(settings | {"architectures": ["Qwen3_5ForCausalLM"]}))
-    config = resolve_models(tiny_config(path))
+    config = decide_on_images(tiny_config(path))
     assert not config.model.read_images
     with pytest.raises(ConfigError, match="names a text-only class, so the model reads no images"):
         EpisodeParts(config).require_images()
