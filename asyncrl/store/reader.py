@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -15,6 +16,8 @@ from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.store.schema import DATABASE, StoreError, damage_error, open_to_read
 from asyncrl.store.segments import FrameLocation, SegmentReader
 from asyncrl.types import NO_STEP
+
+log = logging.getLogger("asyncrl.store")
 
 T = TypeVar("T")
 # The column `step` of a held-out episode is the step of the validation; no batch takes such an episode.
@@ -115,6 +118,8 @@ class RunReader:
             try:
                 return self._segments.read_record(location)
             except StoreError as error:
+                if location not in self.damaged_images:
+                    log.warning("image %s: a stored file cannot be read: %s", digest, error)
                 self.damaged_images.add(location)
                 newest_failure = newest_failure or error
             location = self.image_location(digest, before=location)

@@ -173,7 +173,8 @@ class StreamedTurn:
             raise EngineError(f"{lost_tokens} of {total_tokens} tokens are missing from the server's stream")
 
         self.prompt_tokens = max(self.prompt_tokens, meta.prompt_tokens)
-        if self.request.images and self.prompt_tokens:  # an aborted request may report none
+        is_complete = finish is not None and finish.type != "abort"
+        if self.request.images and (self.prompt_tokens or is_complete):
             check_image_sizes(self.prompt_tokens, len(self.request.ids))
         self.cached_tokens = max(self.cached_tokens, meta.cached_tokens)
         self.retractions = max(self.retractions, meta.num_retractions)

@@ -180,6 +180,14 @@ async def test_an_event_of_a_stream_need_not_report_the_length_of_a_prompt() -> 
     assert generation.ids == (3, 4)
 
 
+async def test_a_server_that_never_reports_the_length_of_a_prompt_is_refused() -> None:
+    ids = (5, *PNG_IDS, 6)
+    async with connected(PromptWriter(LAYOUT)) as (script, client):
+        script.streams(event([3], 1), event([3, 4], 2, finish=LENGTH), DONE)
+        with pytest.raises(EngineRefused, match="does not report the length of a prompt with images"):
+            await client.generate(replace(ask(ids, 2), images=FILES))
+
+
 def test_images_of_families_whose_prompts_servers_tokenize_again_are_refused(tmp_path: Path) -> None:
     model_config = {"model_type": "qwen3_vl", "vision_config": {}, "image_token_id": PLACEHOLDER}
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(model_config))
