@@ -115,6 +115,8 @@ def write_model(directory: Path, seed: int) -> None:
         text_config={
             "vocab_size": -(-len(tokenizer) // 64) * 64,
             "hidden_size": 96,
+            # With 0.02, the default, and a base of 10,000 some seeds do not learn to tell left from right.
+            "initializer_range": 0.06,
             "intermediate_size": 192,
             "num_hidden_layers": 3,
             "num_attention_heads": 4,
@@ -123,7 +125,7 @@ def write_model(directory: Path, seed: int) -> None:
             "max_position_embeddings": 2048,
             "rope_parameters": {
                 "rope_type": "default",
-                "rope_theta": 10_000.0,
+                "rope_theta": 100.0,
                 "mrope_section": [6, 3, 3],
                 "mrope_interleaved": True,
             },
@@ -163,7 +165,7 @@ def write_model(directory: Path, seed: int) -> None:
 
 
 def write_example(
-    out: Path, *, seed: int, shuffled: bool = False, demonstrations: int = 25_600, questions: int = 2000
+    out: Path, *, seed: int, shuffled: bool = False, demonstrations: int = 16_000, questions: int = 2000
 ) -> None:
     """Write the model, with random weights by `seed`, and the data. `shuffled`: with pictures of other
     questions. `demonstrations`: their number, of both kinds together."""
