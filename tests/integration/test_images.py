@@ -207,7 +207,7 @@ def test_a_kill_loses_no_image(example: Path, tmp_path: Path, role: str) -> None
 def test_both_stages_of_the_example_find_the_red_corner(tmp_path: Path) -> None:
     """Ten minutes on two quiet cores. A policy that does not look at the picture zooms into the red corner in
     1/4 of its episodes, and in 1/6 of the others reads the same pattern: 37.5% of 256 succeed, and 60% would
-    by chance once in 10^13 runs. The demonstrations lead to 50%."""
+    by chance once in 10^13 runs. The demonstrations lead to 62.5%."""
     write_example(tmp_path, seed=0)
     test = f"data.test={tmp_path}/test.parquet"
     without_faults = ("checkpoint.every=0", "launch.lease=60", "validation.samples=256", test)
@@ -222,11 +222,11 @@ def test_both_stages_of_the_example_find_the_red_corner(tmp_path: Path) -> None:
         tmp_path, *demonstrations, *without_faults, name="sft", experiment="images_sft", command="sft"
     ) as run:
         run.wait(1800)
-        imitated = run.completed(400)
+        imitated = run.completed(500)
     assert imitated["success_after"] < 0.75, "reinforcement learning has nothing left to find"
 
     questions = (
-        f"model.path={run.path}/checkpoints/step-400/hf",
+        f"model.path={run.path}/checkpoints/step-500/hf",
         f"data.train={tmp_path}/train.parquet",
         "buffer.groups_per_batch=16",
         "buffer.episodes_per_group=8",
@@ -235,4 +235,4 @@ def test_both_stages_of_the_example_find_the_red_corner(tmp_path: Path) -> None:
         run.wait(1800)
         learned = run.completed(100)
     print(f"{imitated['success_after']:.1%} by imitation, {learned['success_after']:.1%} by reinforcement")
-    assert learned["success_after"] > 0.8
+    assert learned["success_after"] > 0.9

@@ -44,7 +44,7 @@ def test_a_shuffled_question_comes_with_another_picture_and_zooms_into_its_own(s
 
 
 def test_demonstrations_of_all_pictures_zoom_into_the_red_corner_equally_often() -> None:
-    """About 40% of the 80 pictures of each of 24 orders of the colours. Drawn from the picture's own random
+    """About 55% of the 80 pictures of each of 24 orders of the colours. Drawn from the picture's own random
     numbers, the corner followed from the order."""
     red_zooms: dict[tuple[str, ...], list[bool]] = {}
     for seed in range(2000):
@@ -52,7 +52,7 @@ def test_demonstrations_of_all_pictures_zoom_into_the_red_corner_equally_often()
         is_red = demonstrated_corner(seed, picture) == picture.corner
         red_zooms.setdefault(tuple(picture.colours), []).append(is_red)
     assert len(red_zooms) == 24
-    assert all(0.15 < mean(zooms) < 0.65 for zooms in red_zooms.values())
+    assert all(0.3 < mean(zooms) < 0.8 for zooms in red_zooms.values())
 
 
 def test_both_stages_are_of_one_task() -> None:
