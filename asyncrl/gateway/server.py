@@ -322,7 +322,7 @@ class Gateway:
         # A thread for each episode: threads wait for images of other episodes. The loop's default threads
         # encode requests to servers, which must not wait for images of agents.
         self._image_threads = ThreadPoolExecutor(episode_slots, thread_name_prefix="gateway-images")
-        self._free_decoders = threading.Semaphore(MAX_THREADS_DECODING)
+        self._request_decoders = threading.Semaphore(MAX_THREADS_DECODING)
 
         app = web.Application(middlewares=[self._boundary])
         app.router.add_get("/v1/models", self._list_models)
@@ -541,11 +541,11 @@ class Gateway:
     @contextmanager
     def _lend_decoder(self) -> Iterator[None]:
         """Let threads decode other requests while the body waits."""
-        self._free_decoders.release()
+        self._request_decoders.release()
         try:
             yield
         finally:
-            self._free_decoders.acquire()
+            self._request_decoders.acquire()
 
     def _decode_charged(
         self, dialect: ApiDialect, body: Body, images: RequestImages, running_episode: _RunningEpisode
@@ -554,7 +554,7 @@ class Gateway:
         decoding holds Python's lock. New images are not charged: most of their time is without the lock."""
         started = time.thread_time()
         try:
-            with self._free_decoders:
+            with self._request_decoders:
                 return self._decode_checked(dialect, body, images)
         finally:
             seconds = time.thread_time() - started - images.prepare_seconds
