@@ -8,16 +8,14 @@ Agents send all images again with each request. A model that reads text only get
 from __future__ import annotations
 
 import hashlib
-import math
-import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.types import IMAGE_MARK, ImageRef
 from asyncrl.vision.content import (
-    DECODER_SECONDS,
     IMAGE_NOTE,
     ImageFile,
     ImageTimeoutError,
@@ -49,28 +47,41 @@ class RequestContent(NamedTuple):
         return cls(text, tuple(image for part in parts for image in part.images))
 
 
+class _PreparedImage(NamedTuple):
+    ref: ImageRef
+    stored_bytes: int
+
+
 class RequestImages:
-    """Reads the images in the requests of an episode, one request at a time; the thread of a cancelled
-    request may still be at work. `layout`: None for a model that reads text only. `add_image` takes an image
-    into the episode."""
+    """Reads the images in a request of an episode; new images have PREPARE_SECONDS from now on. `layout`:
+    None for a model that reads text only. `add_image` takes an image into the episode. `prepared`: the
+    episode's images by the hash of the base64. `while_preparing`: the context in which a new image waits for
+    other images and is prepared."""
 
     def __init__(
         self,
         layout: ImageLayout | None,
         add_image: Callable[[StoredImage], ImageRef] = lambda image: image.ref,
+        *,
+        prepared: dict[bytes, _PreparedImage] | None = None,
+        while_preparing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.layout = layout
         self._add_image = add_image
-        self._lock = threading.Lock()
-        self._prepared: dict[bytes, ImageRef] = {}  # by the hash of the base64
-        self._stored_bytes = 0
-        self._deadline = math.inf  # for new images, on time.monotonic
+        self._prepared = {} if prepared is None else prepared
+        self._while_preparing = while_preparing
+        self._deadline = time.monotonic() + PREPARE_SECONDS
         self.prepare_seconds = 0.0  # CPU time of the new images of this request
 
-    def start_request(self) -> None:
-        """Begin to read a request, which has PREPARE_SECONDS for new images."""
-        self._deadline = time.monotonic() + PREPARE_SECONDS
-        self.prepare_seconds = 0.0
+    def for_request(self, while_preparing: Callable[[], AbstractContextManager[None]]) -> RequestImages:
+        """Return a reader for a new request of the same episode."""
+        return RequestImages(
+            self.layout, self._add_image, prepared=self._prepared, while_preparing=while_preparing
+        )
+
+    def end_request(self) -> None:
+        """Prepare no further images, in any thread: the next new image raises ImageTimeoutError."""
+        self._deadline = time.monotonic()
 
     def without_images(self) -> RequestImages:
         """Return a reader of requests to the same model that raises HasImageError for any image: it takes no
@@ -100,38 +111,39 @@ class RequestImages:
             return RequestContent(IMAGE_NOTE)
 
         key = hashlib.blake2b(encoded_file.encode(errors="replace"), digest_size=16).digest()
-        with self._lock:
-            if key not in self._prepared:
-                started = time.thread_time()
-                try:
+        if key not in self._prepared:
+            started = time.thread_time()
+            try:
+                with self._while_preparing():
                     self._prepared[key] = self._prepare(encoded_file, self.layout)
-                finally:
-                    self.prepare_seconds += time.thread_time() - started
-            return RequestContent(IMAGE_MARK, (self._prepared[key],))
+            finally:
+                self.prepare_seconds += time.thread_time() - started
+        return RequestContent(IMAGE_MARK, (self._prepared[key].ref,))
 
-    def _prepare(self, encoded_file: str, layout: ImageLayout) -> ImageRef:
+    def _prepare(self, encoded_file: str, layout: ImageLayout) -> _PreparedImage:
         if len(self._prepared) >= MAX_EPISODE_IMAGES:
             raise ImageError(f"an episode can have at most {MAX_EPISODE_IMAGES} images; send fewer images")
 
-        seconds_left = self._deadline - time.monotonic()
-        if seconds_left <= 0:
-            raise ImageTimeoutError(
-                f"the new images of the request were not read within {PREPARE_SECONDS:g} s; send the request "
-                "again, or fewer or smaller images"
-            )
-        stored_image = prepare_in_turn(
-            ImageFile(encoded_file), layout, seconds=min(seconds_left, DECODER_SECONDS)
-        )
-        stored_bytes = self._stored_bytes + len(stored_image.file)
-        if stored_bytes > MAX_EPISODE_BYTES:
+        stored_image = self._prepare_in_time(ImageFile(encoded_file), layout)
+        stored_bytes = len(stored_image.file)
+        if sum(image.stored_bytes for image in self._prepared.values()) + stored_bytes > MAX_EPISODE_BYTES:
             raise ImageError(
                 f"the images of an episode take more than {MAX_EPISODE_BYTES >> 20} MiB; send fewer or "
                 "smaller images"
             )
 
-        image = self._add_image(stored_image)
-        self._stored_bytes = stored_bytes
-        return image
+        return _PreparedImage(self._add_image(stored_image), stored_bytes)
+
+    def _prepare_in_time(self, image: ImageFile, layout: ImageLayout) -> StoredImage:
+        seconds_left = self._deadline - time.monotonic()
+        if seconds_left > 0:
+            with suppress(ImageTimeoutError):
+                return prepare_in_turn(image, layout, seconds=seconds_left)
+
+        raise ImageTimeoutError(
+            f"the new images of the request were not read within {PREPARE_SECONDS:g} s; send the request "
+            "again, or fewer or smaller images"
+        )
 
 
 class _NoImages(RequestImages):

@@ -15,12 +15,13 @@ import logging
 import math
 import secrets
 import socket
+import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
@@ -46,7 +47,7 @@ from asyncrl.gateway.exchange import (
     Listener,
     encode_events,
 )
-from asyncrl.gateway.images import HasImageError, RequestImages
+from asyncrl.gateway.images import PREPARE_SECONDS, HasImageError, RequestImages
 from asyncrl.isolation.calls import to_its_end
 from asyncrl.values import shorten_to_line
 from asyncrl.vision.content import ImageTimeoutError
@@ -60,7 +61,9 @@ MAX_IMAGE_BODY_BYTES = 64 << 20
 MAX_READ_TWICE_BYTES = 1 << 20  # of a request that may turn out to have images only while it is read
 MAX_PARTS = 300_000  # brackets and commas of a request, texts included: they bound the cost of decoding
 COUNT_STEP = 1 << 20  # bytes in which brackets and commas are counted at a time, as this holds Python's lock
-READ_SECONDS = 60.0  # for the body of a request to arrive, with the wait for a slot
+MAX_THREADS_DECODING = 2  # requests that are decoded at once in threads, without the waits for images
+READ_SECONDS = 60.0  # for the body of a request to arrive
+REQUEST_WAIT_SECONDS = READ_SECONDS + PREPARE_SECONDS  # for earlier requests of the episode
 LINGER_SECONDS = 1.0  # for a client to find the answer to a request that was not read to the end
 REQUEST_SLOTS = 4  # requests of an episode that are received or decoded at once
 # The same for a model that reads images: the bodies of an episode take 64 MiB in either case, and an agent
@@ -84,6 +87,11 @@ OTHER_BYTES = bytes(set(range(256)) - set(b"[{,"))
 UNREAD_ERRORS = (HttpProcessingError, ConnectionError)
 # Headers with the number of the try.
 RETRY_HEADERS = ("x-stainless-retry-count", "x-retry-count", "x-retry-attempt")
+
+
+class _ReadTimeoutError(ApiError):
+    """A request that did not arrive in time, or that waited too long for earlier requests."""
+
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -193,6 +201,9 @@ class _RunningEpisode:
     open_requests: set[OpenRequest] = field(default_factory=set)
     unanswered_tries: Counter[tuple[AgentRequest, int]] = field(default_factory=Counter)
     own_listeners: list[asyncio.Server] = field(default_factory=list)  # listeners for this episode alone
+    # Requests that were not received or not decoded in time: the client may send them again.
+    unread_tries: int = 0
+    request_images: RequestImages | None = None  # reads a request in a thread, or has read the last one
     request_slots: asyncio.Semaphore = field(init=False)  # taken until the request is decoded
 
     def __post_init__(self) -> None:
@@ -214,10 +225,14 @@ class _RunningEpisode:
             del self.unanswered_tries[next(iter(self.unanswered_tries))]
 
     def take_unanswered(self, agent_request: AgentRequest, attempt: int) -> bool:
-        """Return whether a try of this number had ended without an answer. The next try follows now."""
+        """Return whether a try of this number ended without an answer, or may have: an unread request counts
+        as a try of any request. The next try follows now."""
         count = self.unanswered_tries.pop((agent_request, attempt), 0)
         if count > 1:
             self.unanswered_tries[agent_request, attempt] = count - 1
+        if count == 0 and self.unread_tries > 0:
+            self.unread_tries -= 1
+            return True
         return count > 0
 
 
@@ -296,17 +311,18 @@ class _UnreadRequests(logging.Filter):
 
 
 class Gateway:
-    """The HTTP server of a worker. `address`: an address of this machine. `slots`: episodes that are served
-    at once."""
+    """The HTTP server of a worker. `address`: an address of this machine. `episode_slots`: episodes that
+    are served at once."""
 
-    def __init__(self, address: str = "127.0.0.1", slots: int = 64) -> None:
+    def __init__(self, address: str = "127.0.0.1", episode_slots: int = 64) -> None:
         self._address = address
         self.running_episodes: dict[str, _RunningEpisode] = {}  # by key
         self._logged_fields: set[str] = set()  # ignored fields that were logged
         self._base_url = ""
         # A thread for each episode: threads wait for images of other episodes. The loop's default threads
         # encode requests to servers, which must not wait for images of agents.
-        self._image_threads = ThreadPoolExecutor(slots, thread_name_prefix="gateway-images")
+        self._image_threads = ThreadPoolExecutor(episode_slots, thread_name_prefix="gateway-images")
+        self._request_decoders = threading.Semaphore(MAX_THREADS_DECODING)
 
         app = web.Application(middlewares=[self._boundary])
         app.router.add_get("/v1/models", self._list_models)
@@ -377,6 +393,8 @@ class Gateway:
             del self.running_episodes[key], _gateways[key]
             for listener in running_episode.own_listeners:
                 listener.close()
+            if running_episode.request_images is not None:
+                running_episode.request_images.end_request()
 
             self._connections.end_episode(running_episode)
             for task in running_episode.answer_tasks:
@@ -427,7 +445,11 @@ class Gateway:
         if not running_episode.first_request.done():
             running_episode.first_request.set_result(None)
 
-        exchange = await self._read_exchange(request, running_episode, dialect)
+        try:
+            exchange = await self._read_exchange(request, running_episode, dialect)
+        except (_ReadTimeoutError, ImageTimeoutError, asyncio.CancelledError):
+            running_episode.unread_tries += 1
+            raise
         self._log_ignored(exchange.ignored_parts)
 
         agent_request = exchange.agent_request
@@ -477,20 +499,30 @@ class Gateway:
         max_bytes = MAX_IMAGE_BODY_BYTES if running_episode.reads_images else MAX_BODY_BYTES
         _check_headers(request, max_bytes)
 
-        async with AsyncExitStack() as slot:
-            try:
-                # With the wait for a slot: any number of slow bodies keep others waiting no longer than one.
-                async with self._connections.loop_times.reading_timeout(running_episode, READ_SECONDS):
-                    await slot.enter_async_context(running_episode.request_slots)
-                    self._episode_of_key(request)  # the episode may be over
-                    body = await _receive_body(request, max_bytes)
-            except TimeoutError as error:
-                arrival_problem = f"the request body did not arrive within {READ_SECONDS:g} s; send it again"
-                raise ApiError(408, arrival_problem) from error
+        async with AsyncExitStack() as exit_stack:
+            async with self._time_limit(
+                running_episode, REQUEST_WAIT_SECONDS, "earlier requests of the episode were not read"
+            ):
+                await exit_stack.enter_async_context(running_episode.request_slots)
+
+            self._episode_of_key(request)  # the episode may be over
+            async with self._time_limit(running_episode, READ_SECONDS, "the request body did not arrive"):
+                body = await _receive_body(request, max_bytes)
 
             await self._connections.loop_times.until_released(running_episode)
             self._episode_of_key(request)
             return await self._decode_exchange(dialect, body, running_episode)
+
+    @asynccontextmanager
+    async def _time_limit(
+        self, running_episode: _RunningEpisode, seconds: float, problem: str
+    ) -> AsyncIterator[None]:
+        """Raise _ReadTimeoutError in the body after so many seconds in which the episode is not held."""
+        try:
+            async with self._connections.loop_times.reading_timeout(running_episode, seconds):
+                yield
+        except TimeoutError as error:
+            raise _ReadTimeoutError(408, f"{problem} within {seconds:g} s; send the request again") from error
 
     async def _decode_exchange(
         self, dialect: ApiDialect, body: Body, running_episode: _RunningEpisode
@@ -501,17 +533,29 @@ class Gateway:
             with suppress(HasImageError):
                 return self._decode_checked(dialect, body, images.without_images())
 
-        decode = partial(self._decode_charged, dialect, body, running_episode)
+        request_images = images.for_request(self._lend_decoder)
+        running_episode.request_images = request_images
+        decode = partial(self._decode_charged, dialect, body, request_images, running_episode)
         return await to_its_end(decode, self._image_threads)
 
-    def _decode_charged(self, dialect: ApiDialect, body: Body, running_episode: _RunningEpisode) -> Exchange:
+    @contextmanager
+    def _lend_decoder(self) -> Iterator[None]:
+        """Let threads decode other requests while the body waits."""
+        self._request_decoders.release()
+        try:
+            yield
+        finally:
+            self._request_decoders.acquire()
+
+    def _decode_charged(
+        self, dialect: ApiDialect, body: Body, images: RequestImages, running_episode: _RunningEpisode
+    ) -> Exchange:
         """Decode a request in a thread, and charge the episode for the thread's time as for the loop's, since
         decoding holds Python's lock. New images are not charged: most of their time is without the lock."""
-        images = running_episode.host.images
-        images.start_request()
         started = time.thread_time()
         try:
-            return self._decode_checked(dialect, body, images)
+            with self._request_decoders:
+                return self._decode_checked(dialect, body, images)
         finally:
             seconds = time.thread_time() - started - images.prepare_seconds
             charge_episode = self._connections.loop_times.charge_episode

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from typing import Any
 
 import msgspec
@@ -464,7 +464,7 @@ async def test_images_that_are_not_read_in_time_are_sent_again(
     async with gateway.admit_episode(image_host(), lambda: 0.0) as endpoint:
         try:
             status, answer = await fetch(endpoint, "/chat/completions", json=chat_body(RED))
-            assert (status, "waited for other images" in answer["error"]["message"]) == (408, True)
+            assert (status, "not read within 0.1 s" in answer["error"]["message"]) == (408, True)
         finally:
             busy_decoders.release(content.MAX_DECODERS)
         monkeypatch.setattr(images, "PREPARE_SECONDS", 60.0)
@@ -476,35 +476,61 @@ def test_a_repeated_request_keeps_the_images_that_were_read_in_time(monkeypatch:
 
     def prepare(image: ImageFile, layout: ImageLayout, *, seconds: float) -> StoredImage:
         prepared_files.append(image.file)
-        request_images._deadline = 0.0
+        first_request.end_request()
         return prepare_image(image.read_bytes(), layout)
 
     monkeypatch.setattr(images, "prepare_in_turn", prepare)
-    request_images = RequestImages(IMAGE_LAYOUT)
-    request_images.start_request()
+    first_request = RequestImages(IMAGE_LAYOUT)
     with pytest.raises(ImageTimeoutError, match="not read within 60 s"):
-        read_messages(completions.read, chat_body(RED, BLUE), request_images)
-    request_images.start_request()
-    read_messages(completions.read, chat_body(RED, BLUE), request_images)
+        read_messages(completions.read, chat_body(RED, BLUE), first_request)
+    read_messages(completions.read, chat_body(RED, BLUE), first_request.for_request(nullcontext))
     assert prepared_files == [RED, BLUE]
 
 
-def test_two_threads_prepare_an_image_once(busy_decoders: BusyDecoders) -> None:
-    """A thread may still read a request whose handler was cancelled."""
-    added_images: list[StoredImage] = []
+@served
+async def test_an_ended_episode_prepares_no_further_images(
+    gateway: Gateway, busy_decoders: BusyDecoders
+) -> None:
+    added_images: list[ImageRef] = []
 
     def add_image(image: StoredImage) -> ImageRef:
-        added_images.append(image)
+        added_images.append(image.ref)
         return image.ref
 
-    request_images = RequestImages(IMAGE_LAYOUT, add_image)
-    with ThreadPoolExecutor(2) as threads:
-        results = [threads.submit(request_images.read_base64, RED) for _ in range(2)]
-        assert busy_decoders.image_waits.wait(10)
-        time.sleep(0.2)
-        busy_decoders.release(2)
-        assert [result.result().images for result in results] == [(ref(RED),)] * 2
-    assert len(added_images) == 1
+    host = FakeHost()
+    host.images = RequestImages(IMAGE_LAYOUT, add_image)
+    async with gateway.admit_episode(host, lambda: 0.0) as endpoint:
+        request = asyncio.create_task(fetch(endpoint, "/chat/completions", json=chat_body(RED, BLUE)))
+        while not busy_decoders.image_waits.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    busy_decoders.release(content.MAX_DECODERS)
+    await asyncio.gather(request, return_exceptions=True)
+    await asyncio.to_thread(gateway._image_threads.shutdown)
+    assert added_images == [ref(RED)]
+
+
+@served
+async def test_few_threads_decode_requests_at_once(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding holds Python's lock, and takes memory."""
+    busy_threads = threading.Semaphore(server.MAX_THREADS_DECODING)
+
+    def check(body: Any) -> None:
+        assert busy_threads.acquire(blocking=False), "too many threads decode at once"
+        time.sleep(0.1)
+        busy_threads.release()
+
+    monkeypatch.setattr(server, "MAX_READ_TWICE_BYTES", 100)
+    monkeypatch.setattr(server, "_check_parts", check)
+    async with AsyncExitStack() as episodes:
+        endpoints = [
+            await episodes.enter_async_context(gateway.admit_episode(image_host(), lambda: 0.0))
+            for _ in range(6)
+        ]
+        answers = await asyncio.gather(
+            *(fetch(endpoint, "/chat/completions", json=chat_body(RED)) for endpoint in endpoints)
+        )
+        assert [status for status, _ in answers] == [200] * 6
 
 
 def spend(seconds: float) -> None:

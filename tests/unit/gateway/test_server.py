@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 from typing import Any
 
 import aiohttp
@@ -137,19 +136,64 @@ async def test_slow_bodies_of_one_episode_keep_no_other_waiting(gateway: Gateway
         assert (await ask(slow, "q"))[0] == 200
 
 
+async def wait_until_slots_are_taken(gateway: Gateway, endpoint: Endpoint) -> None:
+    while not gateway.running_episodes[endpoint.api_key].request_slots.locked():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
 @served
-async def test_a_request_behind_many_slow_bodies_waits_no_longer_than_behind_one(
+async def test_a_body_has_its_full_time_behind_a_slow_body(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "REQUEST_SLOTS", 1)
     monkeypatch.setattr(server, "READ_SECONDS", 0.5)
     async with gateway.admit_episode(FakeHost()) as endpoint:
-        slow_requests = [asyncio.create_task(fetch(endpoint, "/messages", data=never())) for _ in range(10)]
-        await asyncio.sleep(server.READ_SECONDS / 2)
-        started = time.monotonic()
-        assert (await ask(endpoint, "q"))[0] == 200
-        assert time.monotonic() - started < 5 * server.READ_SECONDS
-        assert [status for status, _ in await asyncio.gather(*slow_requests)] == [408] * 10
+        slow_request = asyncio.create_task(fetch(endpoint, "/messages", data=never()))
+        await wait_until_slots_are_taken(gateway, endpoint)
+
+        async def late_body() -> Any:
+            yield b'{"max_tokens": 9, "messages": [{"role": "user", '
+            await asyncio.wait([slow_request])
+            await asyncio.sleep(0.1)
+            yield b'"content": "q"}]}'
+
+        assert (await fetch(endpoint, "/messages", data=late_body()))[0] == 200
+        assert (await slow_request)[0] == 408
+
+
+@served
+async def test_a_request_waits_for_earlier_requests_for_a_limited_time(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many slow bodies came before."""
+    monkeypatch.setattr(server, "REQUEST_SLOTS", 1)
+    monkeypatch.setattr(server, "REQUEST_WAIT_SECONDS", 0.2)
+    async with gateway.admit_episode(FakeHost()) as endpoint:
+        slow_request = asyncio.create_task(fetch(endpoint, "/messages", data=never()))
+        await wait_until_slots_are_taken(gateway, endpoint)
+        status, answer = await ask(endpoint, "q")
+        assert status == 408
+        assert "earlier requests of the episode were not read within 0.2 s" in answer["error"]["message"]
+        slow_request.cancel()
+        await asyncio.gather(slow_request, return_exceptions=True)
+
+
+@served
+async def test_the_retry_of_an_unread_request_ends_no_equal_request(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "READ_SECONDS", 0.2)
+    host = FakeHost()
+    host.gate.clear()
+    async with gateway.admit_episode(host) as endpoint:
+        equal_request = asyncio.create_task(ask(endpoint, "q"))
+        await host.entered.wait()
+        assert (await fetch(endpoint, "/chat/completions", data=never()))[0] == 408
+        host.entered.clear()
+        retry = asyncio.create_task(ask(endpoint, "q", headers={"x-stainless-retry-count": "1"}))
+        await host.entered.wait()
+        host.gate.set()
+        assert [status for status, _ in await asyncio.gather(equal_request, retry)] == [200, 200]
 
 
 @served
@@ -159,8 +203,7 @@ async def test_headers_are_refused_without_a_wait_for_slow_bodies(
     monkeypatch.setattr(server, "REQUEST_SLOTS", 1)
     async with gateway.admit_episode(FakeHost()) as endpoint:
         slow_request = asyncio.create_task(fetch(endpoint, "/messages", data=never()))
-        while not gateway.running_episodes[endpoint.api_key].request_slots.locked():  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await wait_until_slots_are_taken(gateway, endpoint)
 
         async with asyncio.timeout(5):
             options: dict[str, Any] = {"data": b" " * 1001}
