@@ -52,7 +52,7 @@ def test_demonstrations_of_all_pictures_zoom_into_the_red_corner_equally_often()
         is_red = demonstrated_corner(seed, picture) == picture.corner
         red_zooms.setdefault(tuple(picture.colours), []).append(is_red)
     assert len(red_zooms) == 24
-    assert all(0.3 < mean(zooms) < 0.8 for zooms in red_zooms.values())
+    assert all(0.4 < mean(zooms) < 0.75 for zooms in red_zooms.values())
 
 
 def test_both_stages_are_of_one_task() -> None:
