@@ -388,14 +388,16 @@ def test_an_exchange_keeps_no_base64_during_the_turn(
 
 class BusyDecoders(threading.Semaphore):
     """Decoders that are busy with other images until the test releases them. `image_waits`: set when an image
-    of a request waits for a decoder."""
+    of a request waits for a decoder, and counted in `image_wait_count`."""
 
     def __init__(self) -> None:
         super().__init__(0)
         self.image_waits = threading.Event()
+        self.image_wait_count = 0
 
     def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
         self.image_waits.set()
+        self.image_wait_count += 1
         return super().acquire(blocking, timeout)
 
 
@@ -438,15 +440,14 @@ async def test_episodes_that_wait_for_images_keep_no_other_waiting(
         busy_decoders.release()
         assert (await fetch(other, "/chat/completions", json=chat_body(RED)))[0] == 200
         assert busy_decoders.acquire()
-        busy_decoders.image_waits.clear()
+        busy_decoders.image_wait_count = 0
 
         requests = [
             asyncio.create_task(fetch(endpoint, "/chat/completions", json=chat_body(RED)))
             for endpoint in waiting_endpoints
         ]
-        while not busy_decoders.image_waits.is_set():  # noqa: ASYNC110
+        while busy_decoders.image_wait_count < len(requests):  # noqa: ASYNC110
             await asyncio.sleep(0)
-        await asyncio.sleep(0.5)
 
         try:
             async with asyncio.timeout(5):
