@@ -165,7 +165,7 @@ def write_model(directory: Path, seed: int) -> None:
 
 
 def write_example(
-    out: Path, *, seed: int, shuffled: bool = False, demonstrations: int = 16_000, questions: int = 2000
+    out: Path, *, seed: int, shuffled: bool = False, demonstrations: int = 20_000, questions: int = 2000
 ) -> None:
     """Write the model, with random weights by `seed`, and the data. `shuffled`: with pictures of other
     questions. `demonstrations`: their number, of both kinds together."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -198,10 +199,10 @@ def place_images(ids: Sequence[int], images: Sequence[ImageRef], layout: ImageLa
 
 
 def is_vision_model(model_directory: str) -> bool:
-    """Return whether the model in a directory has a vision tower; False without its config.json. ConfigError
-    if that cannot be read."""
-    config_path = Path(model_directory) / "config.json"
-    return config_path.is_file() and "vision_config" in _read_object(config_path)
+    """Return whether the model in a directory has a vision tower; False without a readable config.json."""
+    with suppress(ConfigError):
+        return "vision_config" in _read_object(Path(model_directory) / "config.json")
+    return False
 
 
 def read_image_layout(model_directory: str) -> ImageLayout:

@@ -222,11 +222,11 @@ def test_both_stages_of_the_example_find_the_red_corner(tmp_path: Path) -> None:
         tmp_path, *demonstrations, *without_faults, name="sft", experiment="images_sft", command="sft"
     ) as run:
         run.wait(1800)
-        imitated = run.completed(500)
+        imitated = run.completed(600)
     assert imitated["success_after"] < 0.75, "reinforcement learning has nothing left to find"
 
     questions = (
-        f"model.path={run.path}/checkpoints/step-500/hf",
+        f"model.path={run.path}/checkpoints/step-600/hf",
         f"data.train={tmp_path}/train.parquet",
         "buffer.groups_per_batch=16",
         "buffer.episodes_per_group=8",

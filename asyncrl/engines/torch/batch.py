@@ -95,6 +95,7 @@ class Batcher:
         self.reprefilled_tokens = 0  # prompt tokens whose KV was kept, but no state behind them
         self.runs_by_session: dict[str, RunningRequest] = {}  # all that have not ended
         self.cache = KVCache(model, slot_count, max_len, image_layout)
+        self._placeholders = frozenset(image_layout.placeholders if image_layout is not None else ())
 
         self._recorded_step = RecordedStep(self.cache)
         self.slots = Slots(slot_count)
@@ -113,10 +114,9 @@ class Batcher:
 
     def add_request(self, request: Request, images: PromptImages = NO_IMAGES) -> RunningRequest:
         sampling = request.sampling
-        placeholder = self.cache.placeholder
-        if placeholder is not None and placeholder not in sampling.stop_ids:
-            # The next forward would look for an image at a sampled placeholder.
-            sampling = replace(sampling, stop_ids=(*sampling.stop_ids, placeholder))
+        # The next request would look for an image or a video at a sampled placeholder.
+        if further_stop_ids := self._placeholders - {*sampling.stop_ids}:
+            sampling = replace(sampling, stop_ids=(*sampling.stop_ids, *further_stop_ids))
             request = replace(request, sampling=sampling)
 
         max_length = min(len(request.ids) + sampling.max_new_tokens, self.cache.max_len)

@@ -119,7 +119,7 @@ async def test_turns_with_an_image_in_each(vision_of_family: TinyVision):
     ids: Ids = ()
     for turn, addition in enumerate(additions):
         ids += addition
-        request = vision.ask(ids, 5, key=turn + 10)
+        request = vision.ask(ids, 5, key=turn + 20)  # samples no placeholder
         generation = await engine.generate(request)
         vision.assert_logprobs(request, generation)
         assert generation.stop is StopReason.LENGTH
@@ -247,21 +247,25 @@ async def test_positions_of_images_take_no_memory_in_every_slot(vision: TinyVisi
 
 async def test_a_sampled_placeholder_ends_the_turn(vision: TinyVision):
     """Also at the last position of a slot, which then holds the placeholder while others read images."""
-    layout = vision.layout
+    for placeholder in vision.layout.placeholders:
+        await check_sampled_placeholder(vision, placeholder)
+
+
+async def check_sampled_placeholder(vision: TinyVision, placeholder: int) -> None:
     engine = vision.serve(slots=2, max_len=40)
     engine._model.lm_head.register_forward_hook(  # type: ignore[union-attr, operator]
-        lambda _module, _args, logits: logits.index_fill(-1, torch.tensor([layout.placeholder]), 1e4)
+        lambda _module, _args, logits: logits.index_fill(-1, torch.tensor([placeholder]), 1e4)
     )
     for length in (39, 10):
         generation = await engine.generate(vision.ask(text(length), 5, str(length)))
-        assert generation.ids == (layout.placeholder,) and generation.stop is StopReason.STOP
+        assert generation.ids == (placeholder,) and generation.stop is StopReason.STOP
 
     # Padding of the second prompt's chunk, and slots that sit out, read the scratch position.
     requests = [
         vision.ask(text(3) + vision.picture(rows, 4), 1, str(length)) for rows, length in ((2, 10), (3, 39))
     ]
     for generation in await asyncio.gather(*map(engine.generate, requests)):
-        assert generation.ids == (layout.placeholder,)
+        assert generation.ids == (placeholder,)
     await engine.close()
 
 
