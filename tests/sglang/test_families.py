@@ -235,7 +235,9 @@ async def test_a_family_is_served_as_transformers_computes_it(
             merged_weights = write_adapter(model, tensors, adapted_kinds, tmp_path / "adapter")
             await loader.api.load_adapter("adapter", str(tmp_path / "adapter"))
             expected = own_logprobs(with_tensors(model, tensors | merged_weights, tmp_path / "merged"), TEXT)
-            gaps["with an adapter"] = largest_gap(await loader.api.score(TEXT, DEADLINE, "adapter"), expected)
+            gaps["with an adapter"] = largest_gap(
+                await loader.api.score(TEXT, DEADLINE, adapter="adapter"), expected
+            )
             assert largest_gap(await loader.score(TEXT), expected) > 20 * GAP  # it is another model
 
     print(family, {way: f"{gap:.2g}" for way, gap in gaps.items()})
