@@ -46,6 +46,8 @@ if os.fork() == 0:
     for at, one in enumerate(held):
         one.setblocking(False)
         one.connect_ex(("127.0.0.1", ports[at % 2]))
+        if at % 50 == 0:  # a listener looks at its files every 10 ms, and could not see a faster burst
+            time.sleep(0.01)
         if patience and not greeted(one, patience):
             patience = 0  # nobody hears
     os.read(ours, 1)  # until the other process has ended
@@ -108,7 +110,7 @@ def test_idle_connections_cost_neither_files_nor_peers(tmp_path: Path, hard: int
     output = done.stdout + done.stderr
     lines = dict(line.partition(" ")[::2] for line in output.splitlines())
     assert lines["before"] == "True", output
-    assert lines["after"] == "True []" and lines["refused"] == "0" and lines["child"] == "1024", output
+    assert lines.get("after") == "True []" and lines["refused"] == "0" and lines["child"] == "1024", output
     assert (int(lines["top"]) > 1024) == (hard > 1100), output
     wait = "new connections must wait: 256 of 1024 open files are reserved; raise ulimit -n"
     assert lines["wait"] == ("" if hard > 1100 else wait)
