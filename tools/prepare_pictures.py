@@ -65,15 +65,15 @@ def question_row(seed: int, shuffled: bool = False) -> Row:
     return row | {"images": [{"bytes": png(shown_picture(seed, shuffled).image)}]}
 
 
-def place_row(seed: int, shuffled: bool = False) -> Row:
+def red_corner_row(seed: int, shuffled: bool = False) -> Row:
     """Return a conversation to imitate that tells where red is, in the words of a call of the tool."""
-    place = json.dumps({"corner": CORNERS[Picture(seed).corner]})
+    answer = json.dumps({"corner": CORNERS[Picture(seed).corner]})
     messages = [
         {"role": "user", "content": "<image>Where is the red corner?"},
-        {"role": "assistant", "content": place},
+        {"role": "assistant", "content": answer},
     ]
     images = [{"bytes": png(shown_picture(seed, shuffled).image)}]
-    return {"data_source": "places", "messages": messages, "images": images}
+    return {"data_source": "red_corner", "messages": messages, "images": images}
 
 
 def demonstrated_corner(seed: int, picture: Picture) -> int:
@@ -174,7 +174,8 @@ def write_example(
     test_seeds = range(TEST_SEEDS, TEST_SEEDS + 256)
     (out / "model").mkdir(parents=True, exist_ok=True)
     demonstration_rows = (
-        place_row(seed, shuffled) if seed % 2 else zoom_row(seed, shuffled) for seed in demonstration_seeds
+        red_corner_row(seed, shuffled) if seed % 2 else zoom_row(seed, shuffled)
+        for seed in demonstration_seeds
     )
     write_rows(out / "demonstrations.parquet", demonstration_rows)
     write_rows(out / "train.parquet", (question_row(seed, shuffled) for seed in range(questions)))

@@ -141,7 +141,7 @@ class Ledger:
         if self.skipped_batches > MAX_SKIPPED_BATCHES:
             return (
                 f"the last {self.skipped_batches} batches led to no optimizer step, because their gradients "
-                "were not finite, all their tokens were masked, or an image of each episode was unreadable; "
+                "were not finite, all their tokens were masked, or each episode had lost a turn or an image; "
                 "check the rewards, and rollout_corr/*, staleness/* and trainer/lost_episodes in "
                 "metrics.jsonl"
             )

@@ -33,7 +33,7 @@ from asyncrl.rewards import load_rewards, select_shapings
 from asyncrl.tools import Toolbox, load_tools
 from asyncrl.types import Message, Sample
 from asyncrl.vision.image_ids import largest_token_id
-from asyncrl.vision.layout import ImageLayout
+from asyncrl.vision.layout import ImageLayout, is_vision_model
 from asyncrl.weights.model_files import read_json
 
 MAX_CHECKED_DEMONSTRATIONS = 256  # conversations checked before the start, in less than a second
@@ -114,16 +114,11 @@ class EpisodeParts:
 
     @cached_property
     def image_layout(self) -> ImageLayout | None:
-        """Return how the run reads images; None if it reads none. ConfigError for a setting of images that
-        the model does not allow."""
-        if not self.config.model.read_images:
-            return None
-        if self.config.model.max_image_tokens:
-            return run_image_layout(self.config)
-        try:
-            return run_image_layout(self.config)
-        except ConfigError:
-            return None
+        """Return how the run reads images; None if it reads none. ConfigError if the model cannot read them
+        here: the launcher has decided that it does."""
+        model = self.config.model
+        reads_images = model.read_images and (model.max_image_tokens or is_vision_model(model.path))
+        return run_image_layout(self.config) if reads_images else None
 
     def require_images(self) -> ImageLayout:
         """Return how the run reads images. ConfigError says why it reads none."""

@@ -134,11 +134,28 @@ class RequestImages:
 
         return _PreparedImage(self._add_image(stored_image), stored_bytes)
 
+    def _prepare_in_turn(self, image: ImageFile, layout: ImageLayout) -> StoredImage:
+        try:
+            return prepare_in_turn(
+                image,
+                layout,
+                seconds=self._seconds_left,
+                is_wanted=lambda: self._seconds_left > 0,  # `end_request` may come during the wait
+            )
+        except MemoryError as error:
+            raise MemoryError(
+                "too little memory to decode an image of a request; free memory, or lower rollout.slots or "
+                "model.max_image_tokens"
+            ) from error
+
+    @property
+    def _seconds_left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
     def _prepare_in_time(self, image: ImageFile, layout: ImageLayout) -> StoredImage:
-        seconds_left = self._deadline - time.monotonic()
-        if seconds_left > 0:
+        if self._seconds_left > 0:
             with suppress(ImageTimeoutError):
-                return prepare_in_turn(image, layout, seconds=seconds_left)
+                return self._prepare_in_turn(image, layout)
 
         raise ImageTimeoutError(
             f"the new images of the request were not read within {PREPARE_SECONDS:g} s; send the request "

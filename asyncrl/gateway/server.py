@@ -201,9 +201,9 @@ class _RunningEpisode:
     open_requests: set[OpenRequest] = field(default_factory=set)
     unanswered_tries: Counter[tuple[AgentRequest, int]] = field(default_factory=Counter)
     own_listeners: list[asyncio.Server] = field(default_factory=list)  # listeners for this episode alone
-    # Requests that were not received or not decoded in time: the client may send them again.
+    # Requests whose last try was not received or not decoded: the client may send them again.
     unread_tries: int = 0
-    request_images: RequestImages | None = None  # reads a request in a thread, or has read the last one
+    newest_request_images: RequestImages | None = None  # of the last request that was decoded in a thread
     request_slots: asyncio.Semaphore = field(init=False)  # taken until the request is decoded
 
     def __post_init__(self) -> None:
@@ -213,6 +213,12 @@ class _RunningEpisode:
     def reads_images(self) -> bool:
         """Return True if the episode's model reads images."""
         return self.host.images.layout is not None
+
+    def note_unread(self, attempt: int) -> None:
+        """Note that a try was not received or not decoded: the client may try again. A further try takes the
+        place of the unread try before it."""
+        if attempt == 0 or self.unread_tries == 0:
+            self.unread_tries += 1
 
     def note_unanswered(self, request: OpenRequest) -> None:
         """Note, once, that a try has ended without an answer: the client may try again."""
@@ -380,7 +386,8 @@ class Gateway:
     async def admit_episode(
         self, host: Host, clock: Callable[[], float] = time.monotonic
     ) -> AsyncIterator[Endpoint]:
-        """Serve an agent while the body runs. Requests under way at the end are cancelled."""
+        """Serve an agent while the body runs. At the end, answers under way are cancelled; requests that are
+        still being received are refused once they have arrived."""
         key = secrets.token_urlsafe(32)
         running_episode = _RunningEpisode(host, clock)
         self.running_episodes[key] = running_episode
@@ -393,8 +400,8 @@ class Gateway:
             del self.running_episodes[key], _gateways[key]
             for listener in running_episode.own_listeners:
                 listener.close()
-            if running_episode.request_images is not None:
-                running_episode.request_images.end_request()
+            if running_episode.newest_request_images is not None:
+                running_episode.newest_request_images.end_request()
 
             self._connections.end_episode(running_episode)
             for task in running_episode.answer_tasks:
@@ -447,8 +454,8 @@ class Gateway:
 
         try:
             exchange = await self._read_exchange(request, running_episode, dialect)
-        except (_ReadTimeoutError, ImageTimeoutError, asyncio.CancelledError):
-            running_episode.unread_tries += 1
+        except (_ReadTimeoutError, ImageTimeoutError, MemoryError, asyncio.CancelledError):
+            running_episode.note_unread(_attempt(request))
             raise
         self._log_ignored(exchange.ignored_parts)
 
@@ -534,7 +541,7 @@ class Gateway:
                 return self._decode_checked(dialect, body, images.without_images())
 
         request_images = images.for_request(self._lend_decoder)
-        running_episode.request_images = request_images
+        running_episode.newest_request_images = request_images
         decode = partial(self._decode_charged, dialect, body, request_images, running_episode)
         return await to_its_end(decode, self._image_threads)
 
@@ -565,7 +572,8 @@ class Gateway:
         """Decode a request whose brackets and commas are counted before. ApiError, ImageError."""
         _check_parts(body)
         exchange = dialect.read(body, images)
-        if self._can_log_fields:
+        # Another decoding: the names of large requests are those of the small ones before.
+        if self._can_log_fields and len(body) <= MAX_READ_TWICE_BYTES:
             exchange.ignored_parts |= exchanges.ignored_fields(body, type(exchange.request))
         return exchange
 

@@ -57,6 +57,9 @@ async def to_its_end(function: Callable[[], T], executor: Executor | None = None
         return await asyncio.shield(result_future)
     finally:
         await asyncio.gather(result_future, return_exceptions=True)
+        # An error keeps this frame, and with it the error: the function's data would stay in memory until a
+        # late garbage collection.
+        del result_future
 
 
 async def call_user(function: Callable[[], Any], seconds: float) -> Any:

@@ -544,6 +544,12 @@ def check_settings(inputs: Inputs) -> Iterator[Note]:
             "then set engine=sglang_cpu"
         )
 
+    if engine.urls and config.model.train_vision:
+        yield warning(
+            "engine.urls: with model.train_vision=true, start the servers with SGLANG_VLM_CACHE_SIZE_MB=0; "
+            "otherwise they sample with outputs of the vision tower's earlier weights"
+        )
+
     if is_training and not config.checkpoint.every and config.total_steps > CheckpointConfig().every:
         yield warning(
             "checkpoint.every=0: checkpoints are written only every 1,000 steps and at the end; until "

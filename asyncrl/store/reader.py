@@ -13,6 +13,7 @@ import msgspec
 
 from asyncrl.buffer.batches import Baseline, Batch
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
+from asyncrl.errors import lacks_resources
 from asyncrl.store.schema import DATABASE, StoreError, damage_error, open_to_read
 from asyncrl.store.segments import FrameLocation, SegmentReader
 from asyncrl.types import NO_STEP
@@ -120,7 +121,8 @@ class RunReader:
             except StoreError as error:
                 if location not in self.damaged_images:
                     log.warning("image %s: a stored file cannot be read: %s", digest, error)
-                self.damaged_images.add(location)
+                if not lacks_resources(error):  # a file that cannot be opened now may be sound
+                    self.damaged_images.add(location)
                 newest_failure = newest_failure or error
             location = self.image_location(digest, before=location)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -102,15 +103,19 @@ def read_content(value: Any, layout: ImageLayout | None) -> Content:
     return Content("".join(texts), tuple(images))
 
 
-def prepare_in_turn(image: Any, layout: ImageLayout, *, seconds: float) -> StoredImage:
+def prepare_in_turn(
+    image: Any, layout: ImageLayout, *, seconds: float, is_wanted: Callable[[], bool] = lambda: True
+) -> StoredImage:
     """Prepare an ImageFile or a PIL.Image for a model, MAX_DECODERS images at a time in this process.
     ImageError for an image that models cannot read, ImageTimeoutError for an image whose turn does not come
-    within so many seconds."""
+    within so many seconds, or is not wanted any more when it comes."""
     if not _free_decoders.acquire(timeout=seconds):
         raise ImageTimeoutError(
             f"the image waited for other images for more than {seconds:.0f} s; send fewer or smaller images"
         )
     try:
+        if not is_wanted():
+            raise ImageTimeoutError("the image is not wanted any more")
         if isinstance(image, ImageFile):
             return prepare_image(image.read_bytes(), layout)
         return prepare_decoded(image, layout)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from asyncrl.config import composition
 from asyncrl.data.rows import Row
 from examples.multiturn.images.pictures import CORNERS, Picture
-from tools.prepare_pictures import demonstrated_corner, place_row, question_row, zoom_row
+from tools.prepare_pictures import demonstrated_corner, question_row, red_corner_row, zoom_row
 
 SEED = 5
 
@@ -38,7 +38,7 @@ def test_a_shuffled_question_comes_with_another_picture_and_zooms_into_its_own(s
     assert pixels(conversation) == [shown_picture.image.tobytes(), picture.zoomed(corner).tobytes()]
     assert answer["content"] == picture.patterns[corner]
 
-    conversation = place_row(SEED, shuffled)
+    conversation = red_corner_row(SEED, shuffled)
     assert pixels(conversation) == [shown_picture.image.tobytes()]
     assert json.loads(conversation["messages"][-1]["content"]) == {"corner": CORNERS[picture.corner]}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from asyncrl.types import EpisodeResult, EpisodeStats
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages import channels
 from asyncrl.wire.messages.engine import SupervisorHeartbeat, SupervisorHello
 from asyncrl.wire.messages.shared import (
@@ -32,6 +32,7 @@ from asyncrl.wire.messages.trainer import (
     PayloadRequest,
     Payloads,
     PlanRequest,
+    Probed,
     Published,
     TrainerHeartbeat,
     TrainerHello,
@@ -57,6 +58,9 @@ from asyncrl.wire.sockets import Codec, encode_message, identity, set_identity
 
 if TYPE_CHECKING:
     from load import Bench
+
+# What a scripted engine scores, too: engines of a real worker play only after a comparison.
+PROBE = Probe(sequences=((1, 2, 3, 4),), logprobs=((-1.0, -1.0, -1.0),))
 
 
 class Peer:
@@ -217,6 +221,7 @@ class Trainer(Peer):
                 self.welcomed = True
                 self.epoch = message.trainer_epoch
                 self._publish()
+                self._tell(Probed((self.epoch, self.step), PROBE))  # type: ignore[arg-type]
                 self._next()
             case WorkPlan(kind="work"):
                 uids = tuple(planned.uid for planned in message.trajectories)

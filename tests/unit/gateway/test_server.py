@@ -197,6 +197,20 @@ async def test_the_retry_of_an_unread_request_ends_no_equal_request(
 
 
 @served
+async def test_all_unread_tries_of_a_request_count_once(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a try of a later request would pass for ended, and be sampled beside its retry."""
+    monkeypatch.setattr(server, "READ_SECONDS", 0.2)
+    async with gateway.admit_episode(FakeHost()) as endpoint:
+        for attempt in ("0", "1"):
+            headers = {"x-stainless-retry-count": attempt}
+            assert (await fetch(endpoint, "/chat/completions", data=never(), headers=headers))[0] == 408
+        assert (await ask(endpoint, "q", headers={"x-stainless-retry-count": "2"}))[0] == 200
+        assert gateway.running_episodes[endpoint.api_key].unread_tries == 0
+
+
+@served
 async def test_headers_are_refused_without_a_wait_for_slow_bodies(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,10 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ import pytest
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import UserCodeError
 from asyncrl.isolation import calls
-from asyncrl.isolation.calls import LoopThread, call_user, call_without_deadline
+from asyncrl.isolation.calls import LoopThread, call_user, call_without_deadline, to_its_end
 from asyncrl.rollout import worker
 from asyncrl.wire.sockets import Endpoints
 
@@ -146,3 +149,30 @@ def test_a_worker_is_such_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(SystemExit, match=r"os._exit\(7\)"):
         worker.run(config, Endpoints("", ""), 0, "")
+
+
+def test_the_data_of_a_failed_call_leave_memory_at_once() -> None:
+    """Not with the next garbage collection: they may be large."""
+
+    class Body:
+        pass
+
+    def read(body: Body) -> None:
+        raise ValueError
+
+    async def main() -> None:
+        body = Body()
+        reference = weakref.ref(body)
+        with suppress(ValueError):
+            await to_its_end(partial(read, body))
+        del body
+        async with asyncio.timeout(10):
+            while reference() is not None:  # the thread forgets its work just after it ends  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()

@@ -18,7 +18,7 @@ from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import ConfigError
 from asyncrl.launch.data import check_data
 from asyncrl.launch.inputs import Inputs
-from asyncrl.launch.preflight import show_images
+from asyncrl.launch.preflight import check_settings, show_images
 from asyncrl.launch.run_directory import run_directory
 from asyncrl.store.runstore import RunStore
 from asyncrl.trainer.learner import sequence_image_ids
@@ -191,6 +191,29 @@ def test_a_template_that_writes_no_images_is_refused(given: Given, image_model: 
     parts = read_images(given, image_model, rows, **{"model.template": template.read_text()})
     with pytest.raises(ConfigError, match=r"data\.train, sample 4: the chat template writes 0 image placeh"):
         check_images_written(parts, "data.train", check_data(parts).train)
+
+
+def test_attached_servers_of_a_trained_tower_need_an_environment_variable(
+    given: Given, image_model: Path
+) -> None:
+    keys = {"engine.name": "sglang", "engine.urls": ["http://127.0.0.1:1"], "model.train_vision": True}
+    read_images(given, image_model, rows_with_images(64, 64, 64, 64), **keys)
+    texts = [note.text for note in check_settings(Inputs(given.config())) if note.level == "warning"]
+    assert [text for text in texts if "start the servers with SGLANG_VLM_CACHE_SIZE_MB=0" in text]
+
+
+def test_a_machine_without_the_image_processor_is_no_machine_that_shows_notes(
+    given: Given, image_model: Path, tmp_path: Path
+) -> None:
+    """The launcher has decided for all machines that the model reads images."""
+    shutil.copytree(image_model, tmp_path / "copy")
+    (tmp_path / "copy" / "preprocessor_config.json").unlink()
+    given.keys["model.path"] = str(tmp_path / "copy")
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
+        print(EpisodeParts(given.config()).image_layout)
+
+    given.keys["model.read_images"] = False
+    assert EpisodeParts(given.config()).image_layout is None
 
 
 def test_lists_of_episodes_show_where_images_stand(tmp_path: Path) -> None:

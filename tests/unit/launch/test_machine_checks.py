@@ -298,7 +298,7 @@ FOUND: dict[str, list[tuple[Spoil | list[Spoil], str]]] = {
         ),
         (
             [claude(f"echo {CLAUDE_CODE.tested}"), {"rollout.slots": 10**6}],
-            "1000000 slots .* need 314572.8 GB \(300 MB",
+            r"1000000 slots .* need 314572.8 GB \(300 MB",
         ),
     ],
     "error: agent": [

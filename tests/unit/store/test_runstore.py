@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -482,12 +483,18 @@ def test_an_image_of_an_old_segment_is_written_again(tmp_path: Path) -> None:
     store.close()
 
 
+def damage_picture(run_dir: Path, segment: int) -> Path:
+    """Damage the record of the picture in a segment, and return the segment's file."""
+    segment_file = run_dir / "segments" / f"{segment:08}.seg"
+    segment_file.write_bytes(segment_file.read_bytes().replace(b"picture", b"p?cture"))
+    return segment_file
+
+
 def test_an_image_that_cannot_be_read_is_written_again(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     store.put_image("0.0", 0, "d1", b"picture")
     store.commit()
-    segment_file = tmp_path / "segments" / "00000000.seg"
-    segment_file.write_bytes(segment_file.read_bytes().replace(b"picture", b"p?cture"))
+    segment_file = damage_picture(tmp_path, 0)
     with pytest.raises(StoreError, match="damaged record"):
         store.reader.image_file("d1")
 
@@ -498,6 +505,24 @@ def test_an_image_that_cannot_be_read_is_written_again(tmp_path: Path) -> None:
     store.commit()
     assert store.reader.image_file("d1") == b"picture"
     assert segment_file.read_bytes().count(b"picture") == 1
+    store.close()
+
+
+def test_an_image_that_cannot_be_opened_now_is_not_taken_for_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RunStore(tmp_path)
+    store.put_image("0.0", 0, "d1", b"picture")
+    store.commit()
+
+    def lack_files(*_: Any) -> bytes:
+        raise StoreError("cannot be read") from OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentReader, "read_record", lack_files)
+        with pytest.raises(StoreError, match="cannot be read"):
+            store.reader.image_file("d1")
+    assert not store.reader.damaged_images and store.reader.image_file("d1") == b"picture"
     store.close()
 
 
@@ -513,11 +538,7 @@ def test_of_several_locations_of_an_image_a_readable_one_is_read(tmp_path: Path)
     older = store.reader.image_location("d1", before=newest)
     assert older is not None and older.segment < newest.segment
 
-    def damage(segment: int) -> None:
-        segment_file = tmp_path / "segments" / f"{segment:08}.seg"
-        segment_file.write_bytes(segment_file.read_bytes().replace(b"picture", b"p?cture"))
-
-    damage(newest.segment)
+    damage_picture(tmp_path, newest.segment)
     assert store.reader.image_file("d1") == b"picture"
     store.put_image("9.0", 0, "d1", b"picture")
     store.commit()
@@ -525,7 +546,7 @@ def test_of_several_locations_of_an_image_a_readable_one_is_read(tmp_path: Path)
     assert rewritten is not None and rewritten.segment > newest.segment
 
     for segment in (0, older.segment, rewritten.segment):
-        damage(segment)
+        damage_picture(tmp_path, segment)
     with pytest.raises(StoreError, match=f"{rewritten.segment:08}.seg: damaged record"):
         store.reader.image_file("d1")
     store.close()

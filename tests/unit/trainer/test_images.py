@@ -384,15 +384,21 @@ def test_episodes_whose_images_do_not_fit_are_left_out(model_paths: Callable[[st
     assert all(re.match(pattern, reasons[uid]) for uid, pattern in expected.items()), reasons
 
 
-def test_images_of_a_part_are_decoded_once(
-    model_paths: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    conversations = Conversations(model_paths("qwen3_vl"))
+def record_decoded_files(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Return a list to which each image file is appended when it is decoded."""
     decoded_files = list[bytes]()
     decode = pixels_module.decode_stored
     monkeypatch.setattr(
         pixels_module, "decode_stored", lambda file: decoded_files.append(file) or decode(file)
     )
+    return decoded_files
+
+
+def test_images_of_a_part_are_decoded_once(
+    model_paths: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversations = Conversations(model_paths("qwen3_vl"))
+    decoded_files = record_decoded_files(monkeypatch)
     turns_by_uid = {str(index): [turn_with(row)] for index, row in enumerate(conversations.sequences)}
     assert conversations.image_pixels.read_images_of_episodes(turns_by_uid) == {}
     for packing in LAYOUTS:
@@ -404,11 +410,7 @@ def test_the_first_images_of_a_part_beyond_the_cache_stay(
     model_paths: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conversations = Conversations(model_paths("qwen3_vl"))
-    decoded_files = list[bytes]()
-    decode = pixels_module.decode_stored
-    monkeypatch.setattr(
-        pixels_module, "decode_stored", lambda file: decoded_files.append(file) or decode(file)
-    )
+    decoded_files = record_decoded_files(monkeypatch)
     monkeypatch.setattr(images, "READ_AHEAD", 1)
     image_pixels = conversations.image_pixels
     first, second, third = conversations.files
