@@ -221,7 +221,11 @@ class Trainer(Peer):
                 self.welcomed = True
                 self.epoch = message.trainer_epoch
                 self._publish()
+                self._next()
+            case WorkPlan(kind="probe"):
                 self._tell(Probed((self.epoch, self.step), PROBE))  # type: ignore[arg-type]
+                self._next()
+            case WorkPlan(kind="probe_samples"):  # scores nothing
                 self._next()
             case WorkPlan(kind="work"):
                 uids = tuple(planned.uid for planned in message.trajectories)
