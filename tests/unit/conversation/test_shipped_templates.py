@@ -150,9 +150,11 @@ def play(name: str, seed: int) -> Counter[str]:
                 row = conversation
             elif (answer[0].role == "tool" and not turn.tool_calls) or not turn.reasoning:
                 # An answered turn may be written differently: with a call and another end after a malformed
-                # call (Mistral, GLM), without an empty thought (Qwen3).
+                # call (Mistral, GLM), without an empty thought (Qwen3), even if the prompt has opened the
+                # thought (MiniMax-M2, GLM-4.7-Flash, Nemotron 3). Everything before the turn stays the same.
+                earlier_ids = before_thought(chat, row, parser)
                 assert conversation[-len(delta) :] == delta
-                assert turn.reasoning or conversation[: len(row)] == row or repeats_ids(name, messages)
+                assert conversation[: len(earlier_ids)] == earlier_ids or repeats_ids(name, messages)
                 row = conversation
             elif repeats_ids(name, messages):  # earlier replies now name the new call, too
                 assert conversation[-len(delta) :] == delta
@@ -214,6 +216,18 @@ def ids_after_opening(
 
     stop_id = turn_ids[end] if end < len(turn_ids) else chat.stop_ids[0]
     return (*chat._encode(text), stop_id)
+
+
+def before_thought(chat: Chat, row: tuple[int, ...], parser: Parser | None) -> tuple[int, ...]:
+    """Return a row that ends with the opening of a turn, without the tag that opens a thought there."""
+    think = think_tags(parser) if parser else THINK
+    _, tag, space = chat.decode(row[-OPENING_TOKENS:]).rpartition(think.open)
+    if not tag or space.strip():
+        return row
+
+    thought_opening = chat._encode(tag + space)
+    assert row[-len(thought_opening) :] == thought_opening
+    return row[: -len(thought_opening)]
 
 
 def says_all_calls(text: str, turn: Message) -> bool:
