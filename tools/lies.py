@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent / "bench"))
 
 from common import ROOT, SINGLE_THREAD, rows, summary, table, table_line
 
-from asyncrl.observe.alerts import find_alerts
+from asyncrl.observe.alerts import ALERT_RULES, find_alerts
 from asyncrl.observe.metrics import Row
 from tests.fakes.forked import asyncrl
 
@@ -111,7 +111,7 @@ HONEST = {
 
 # The policy begins with a mixture of guesses and calls of the calculator, which alone solves the task.
 GAMED_REWARD = "reward that pays for any guess that begins with a 5"
-GAMED_ALERT = "reward rises, held-out success falls"
+GAMED_ALERT = "held-out success fell"  # while the training reward rose
 GAMED_SETTINGS = ("total_steps=48", "validation.samples=128", "validation.every=8")
 REWARDS = {
     "lucky": Case(GAMED_REWARD, (*GAMED_SETTINGS, "rollout.reward=tools/faults/rewards.py:lucky")),
@@ -198,7 +198,7 @@ def moment_of(error: str) -> str:
 def train_with_reward(run_dir: Path, name: str) -> tuple[str, list[str]]:
     """Train with one of the rewards. Returns what does not hold, or '', and a line of the table."""
     result = train(run_dir, name, REWARDS[name].settings)
-    alert_step = first_alert_step(rows(run_dir / name), GAMED_ALERT)
+    alert_step = first_gamed_step(rows(run_dir / name))
 
     if result["exit_code"] != 0:
         problem = str(result.get("error"))
@@ -209,14 +209,16 @@ def train_with_reward(run_dir: Path, name: str) -> tuple[str, list[str]]:
 
     if alert_step is None:
         return problem, ["never", "", "", "", "no such alert"]
-    return problem, [f"step {alert_step}", "", "", "", GAMED_ALERT]
+    return problem, [f"step {alert_step}", "", "", "", f"{GAMED_ALERT}, while the training reward rose"]
 
 
-def first_alert_step(step_rows: list[Row], name: str) -> int | None:
-    """Return the step after which an alert first shows; None if it never does."""
+def first_gamed_step(step_rows: list[Row]) -> int | None:
+    """Return the step after which an alert first says that the reward may be gamed; None if none does."""
+    if GAMED_ALERT not in ALERT_RULES:
+        raise KeyError(f"no alert is called {GAMED_ALERT!r}")
     for count in range(1, len(step_rows) + 1):
         for alert in find_alerts(step_rows[:count], {}, {}):
-            if alert.name == name:
+            if alert.name == GAMED_ALERT and "while the training reward rose" in alert.what:
                 return alert.step
     return None
 

@@ -208,6 +208,10 @@ class EngineHandler:
             self.probe_median_gap = message.probe_gap.median
             self.probe_tokens += message.probe_gap.tokens
 
+        probe = self.versions.find_probe(message.ref.version)
+        if probe is not None:
+            self.mismatches.note_rounding(probe.rounding)
+
         had_verdict = not self.mismatches.may_load(peer)
         may_sample = self.mismatches.judge_probe(peer, name, message)
         if not may_sample and not had_verdict and self.more_probes_follow:

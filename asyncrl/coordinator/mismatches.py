@@ -28,7 +28,9 @@ MIN_MEAN_LIMIT = 1e-2  # nats
 # At the first comparison of a process, a mean gap beyond `mean_limit` and a largest gap beyond this many nats
 # mean another model, which no run may train with.
 OTHER_MODEL_GAP = 1.0
-ALARM_RATE = 1e-4  # the chance that the samples of any honest engine are judged wrongly, in a whole run
+# The chance that a test of samples (surprisal, independence) judges any honest engine wrongly in a whole run:
+# 1e-4 for both tests together.
+ALARM_RATE = 0.5e-4
 SOUND_PROBES = 5  # comparisons that a replaced process must pass before it may be replaced again
 MIN_SAMPLED_TOKENS = 256  # tokens that an engine has sampled for its test, over which a mean gap is judged
 REFUTING_TOKENS = 1024  # sampled tokens without a mismatch that end the alert about an engine's samples
@@ -130,6 +132,11 @@ class Mismatches:
         """Return True if this coordinator has received no comparison of the process with the trainer."""
         return peer not in self._compared_by_this_coordinator
 
+    def note_rounding(self, rounding: LogprobGaps) -> None:
+        """Note the trainer's own rounding at a probe, also for engines that compute no log-probs of given
+        texts: their samples are judged by it."""
+        self._rounding = rounding
+
     @property
     def newest(self) -> str:
         """The newest mismatch that no later comparison has refuted, for the alert; '' if there is none."""
@@ -152,7 +159,7 @@ class Mismatches:
         gap = message.probe_gap
         if gap is None:  # the engine computes no log-probs
             return True
-        self._rounding = gap.rounding
+        self.note_rounding(gap.rounding)
 
         has_wrong_mean = gap.mean > mean_limit(gap.rounding)
         if has_wrong_mean or gap.median > gap_limit(gap.rounding.median):

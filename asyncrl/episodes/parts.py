@@ -114,8 +114,8 @@ class EpisodeParts:
 
     @cached_property
     def image_layout(self) -> ImageLayout | None:
-        """Return how the run reads images; None if it reads none. ConfigError if the model cannot read them
-        here: the launcher has decided that it does."""
+        """Return how the run reads images; None if it reads none. ConfigError if this machine lacks the
+        files for that, although the launcher has decided that the run reads images."""
         model = self.config.model
         reads_images = model.read_images and (model.max_image_tokens or is_vision_model(model.path))
         return run_image_layout(self.config) if reads_images else None

@@ -144,8 +144,8 @@ class RequestImages:
             )
         except MemoryError as error:
             raise MemoryError(
-                "too little memory to decode an image of a request; free memory, or lower rollout.slots or "
-                "model.max_image_tokens"
+                "too little memory to decode an image of a request; free memory, lower rollout.workers, or "
+                "send smaller images"
             ) from error
 
     @property

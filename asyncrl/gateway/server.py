@@ -201,8 +201,8 @@ class _RunningEpisode:
     open_requests: set[OpenRequest] = field(default_factory=set)
     unanswered_tries: Counter[tuple[AgentRequest, int]] = field(default_factory=Counter)
     own_listeners: list[asyncio.Server] = field(default_factory=list)  # listeners for this episode alone
-    # Requests whose last try was not received or not decoded: the client may send them again.
-    unread_tries: int = 0
+    # Tries that were not received or not decoded, by their number: the client may try again.
+    unread_tries: Counter[int] = field(default_factory=Counter)
     newest_request_images: RequestImages | None = None  # of the last request that was decoded in a thread
     request_slots: asyncio.Semaphore = field(init=False)  # taken until the request is decoded
 
@@ -215,10 +215,11 @@ class _RunningEpisode:
         return self.host.images.layout is not None
 
     def note_unread(self, attempt: int) -> None:
-        """Note that a try was not received or not decoded: the client may try again. A further try takes the
-        place of the unread try before it."""
-        if attempt == 0 or self.unread_tries == 0:
-            self.unread_tries += 1
+        """Note that a try was not received or not decoded: the client may try again. A further try replaces
+        the unread try before it."""
+        if self.unread_tries[attempt - 1] > 0:
+            self.unread_tries[attempt - 1] -= 1
+        self.unread_tries[attempt] += 1
 
     def note_unanswered(self, request: OpenRequest) -> None:
         """Note, once, that a try has ended without an answer: the client may try again."""
@@ -232,12 +233,12 @@ class _RunningEpisode:
 
     def take_unanswered(self, agent_request: AgentRequest, attempt: int) -> bool:
         """Return whether a try of this number ended without an answer, or may have: an unread request counts
-        as a try of any request. The next try follows now."""
+        as a try of any request with this number. The next try follows now."""
         count = self.unanswered_tries.pop((agent_request, attempt), 0)
         if count > 1:
             self.unanswered_tries[agent_request, attempt] = count - 1
-        if count == 0 and self.unread_tries > 0:
-            self.unread_tries -= 1
+        if count == 0 and self.unread_tries[attempt] > 0:
+            self.unread_tries[attempt] -= 1
             return True
         return count > 0
 
@@ -572,8 +573,7 @@ class Gateway:
         """Decode a request whose brackets and commas are counted before. ApiError, ImageError."""
         _check_parts(body)
         exchange = dialect.read(body, images)
-        # Another decoding: the names of large requests are those of the small ones before.
-        if self._can_log_fields and len(body) <= MAX_READ_TWICE_BYTES:
+        if self._can_log_fields:
             exchange.ignored_parts |= exchanges.ignored_fields(body, type(exchange.request))
         return exchange
 

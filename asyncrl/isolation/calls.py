@@ -57,8 +57,8 @@ async def to_its_end(function: Callable[[], T], executor: Executor | None = None
         return await asyncio.shield(result_future)
     finally:
         await asyncio.gather(result_future, return_exceptions=True)
-        # An error keeps this frame, and with it the error: the function's data would stay in memory until a
-        # late garbage collection.
+        # The traceback of an error holds this frame, and the future holds the error: a cycle, which would
+        # keep the function's data in memory until a garbage collection.
         del result_future
 
 

@@ -167,7 +167,7 @@ class EpisodeImages:
             if self._unposted_bytes + len(image.file) > MAX_UNPOSTED_BYTES:
                 raise ImageError(
                     f"the new images of a prompt or of the replies to a turn take more than "
-                    f"{MAX_UNPOSTED_BYTES >> 20} MiB, with those of refused requests of this episode; "
+                    f"{MAX_UNPOSTED_BYTES >> 20} MiB, including those of the episode's refused requests; "
                     "use fewer or smaller images"
                 )
             self._own_files[digest] = image.file

@@ -60,8 +60,8 @@ class StoredRun(msgspec.Struct):
 
 class RunReader:
     """Queries a run's database and segments. No query keeps a transaction open; all raise StoreError.
-    `unwritten`: payloads that the writer has not committed yet. `damaged_images`: locations at which an
-    image could not be read."""
+    `unwritten`: payloads that the writer has not committed yet. `damaged_images`: locations at which the
+    record of an image is damaged or gone."""
 
     def __init__(
         self, db: sqlite3.Connection, segments: SegmentReader, unwritten: Mapping[FrameKey, bytes] = {}
@@ -119,10 +119,11 @@ class RunReader:
             try:
                 return self._segments.read_record(location)
             except StoreError as error:
+                if lacks_resources(error):  # the record may be sound
+                    raise
                 if location not in self.damaged_images:
                     log.warning("image %s: a stored file cannot be read: %s", digest, error)
-                if not lacks_resources(error):  # a file that cannot be opened now may be sound
-                    self.damaged_images.add(location)
+                self.damaged_images.add(location)
                 newest_failure = newest_failure or error
             location = self.image_location(digest, before=location)
 

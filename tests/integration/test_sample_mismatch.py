@@ -36,7 +36,6 @@ def test_an_engine_that_lies_is_named(tmp_path: Path, lie: str, mismatch: str) -
     assert mismatch in text
 
 
-@pytest.mark.full
 def test_an_engine_that_samples_honestly_is_not(tmp_path: Path) -> None:
     with Run(tmp_path, "total_steps=3", *LARGE_BATCHES) as run:
         run.completed(3)

@@ -264,6 +264,17 @@ def test_a_server_that_was_started_samples_only_after_the_probe(setup: EngineSet
     assert [step for step in (1, 2, 50, 51) if versions.lacks_probe(PolicyVersion(1, step))] == [2, 50, 51]
 
 
+def test_samples_of_an_engine_without_scores_are_judged_by_the_probe_s_rounding(tmp_path: Path) -> None:
+    setup = EngineSetup(tmp_path, on_mismatch="replace")
+    ref = setup.serve(3)
+    probe = Probe(((1, 2),), ((-1.0,),), rounding=LogprobGaps(1e-6, 1e-6, 1e-6))
+    setup.state.fleet.versions.add_probe(Probed(ref.version, probe), 1.0)
+    setup.ack(A, ref)
+    sums = SurprisalSums(A.decode(), 1024, -500.0, squares=1024.0, variance=1024.0, median_gap=0.0)
+    setup.handler.judge_samples(ScoredSamples(ref.version, (sums,)))
+    assert setup.handler.mismatches.count == 1
+
+
 def test_samples_of_engines_are_held_and_judged_unless_the_engine_is_gone_or_to_be_replaced(
     tmp_path: Path,
 ) -> None:

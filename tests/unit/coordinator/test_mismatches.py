@@ -193,11 +193,11 @@ def test_a_restarted_coordinator_continues_the_count_of_tests() -> None:
     after = mismatches("stop")
     after.restore_verdicts(before.encode_verdicts("launch"), "launch")
     after.judge_probe(WORKER, "worker 0", loaded(0.0))
-    assert after.judge_samples(WORKER, "worker 0", PolicyVersion(1, 0), sums(-6.0))
+    assert after.judge_samples(WORKER, "worker 0", PolicyVersion(1, 0), sums(-6.3))
     assert after.judge_independence(WORKER, "worker 0", copies)
     first = mismatches("stop")
     first.judge_probe(WORKER, "worker 0", loaded(0.0))
-    assert not first.judge_samples(WORKER, "worker 0", PolicyVersion(1, 0), sums(-6.0))
+    assert not first.judge_samples(WORKER, "worker 0", PolicyVersion(1, 0), sums(-6.3))
     assert not mismatches("stop").judge_independence(WORKER, "worker 0", copies)
 
 
@@ -284,6 +284,16 @@ def sums(z: float, gap: float = 0.0, tokens: int = 1024) -> SurprisalSums:
         variance=float(tokens),
         median_gap=gap,
     )
+
+
+def test_samples_of_an_engine_without_scores_are_judged_by_the_trainers_rounding() -> None:
+    judge = mismatches()
+    version = PolicyVersion(1, 3)
+    unscored = Loaded(WeightsRef(version, "v"), "train", "sum", 0.1)
+    judge.note_rounding(LogprobGaps(4e-6, FLOAT32_ROUNDING, FLOAT32_ROUNDING))
+    assert judge.judge_probe(ENGINE, "engine 1", unscored)
+    assert judge.judge_samples(ENGINE, "engine 1", version, sums(0.0))
+    assert not judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 4), sums(-12.0))
 
 
 @pytest.mark.parametrize(
@@ -460,5 +470,5 @@ def test_reports_without_a_pair_are_no_tests_of_independence() -> None:
     for prompt in range(1000):
         single = ProbeSamples(version, (sampled(prompt, (5,) * 16),))
         assert judge.judge_independence(ENGINE, "engine 1", single)
-    copies = (sampled(1, (5,) * 11), sampled(1, (5,) * 11))
+    copies = (sampled(1, (5,) * 12), sampled(1, (5,) * 12))
     assert not judge.judge_independence(ENGINE, "engine 1", ProbeSamples(version, copies))

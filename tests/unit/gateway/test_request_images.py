@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from asyncrl.gateway import Gateway, completions, images, messages, responses, server
+from asyncrl.gateway import exchange as exchanges
 from asyncrl.gateway.exchange import ApiDialect, Exchange, openai_error
 from asyncrl.gateway.images import TEXT_ONLY, RequestImages
 from asyncrl.types import IMAGE_MARK, ImageRef, Message
@@ -346,8 +347,8 @@ def image_host() -> FakeHost:
 async def test_a_large_request_is_decoded_only_in_a_thread(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop neither copies the body nor walks it. Names of ignored fields, which take another decoding,
-    are not looked for."""
+    """The loop neither copies the body nor walks it. A second decoding finds the names of ignored fields, as
+    long as these are logged."""
     monkeypatch.setattr(server, "MAX_READ_TWICE_BYTES", 100)
     decode = msgspec.json.decode
     check_parts = server._check_parts
@@ -370,8 +371,12 @@ async def test_a_large_request_is_decoded_only_in_a_thread(
     async with gateway.admit_episode(image_host(), lambda: 0.0) as endpoint:
         status, _ = await fetch(endpoint, "/chat/completions", json=chat_body(RED) | {"seed": 1})
         assert status == 200
+        monkeypatch.setattr(exchanges, "MAX_LOGGED_FIELDS", 1)
+        status, _ = await fetch(endpoint, "/chat/completions", json=chat_body(RED) | {"seed": 1})
+        assert status == 200
 
-    assert walks == [(name, "gateway-images_0", bytearray) for name in ("check", "decode")]
+    walk_names = ["check", "decode", "decode", "check", "decode"]
+    assert walks == [(name, "gateway-images_0", bytearray) for name in walk_names]
 
 
 @every_dialect
@@ -519,7 +524,7 @@ async def test_a_lack_of_memory_is_no_fault_of_the_image(
         status, answer = await fetch(endpoint, "/chat/completions", json=chat_body(RED))
         assert status == 500
         assert "too little memory to decode an image of a request; free memory" in answer["error"]["message"]
-        assert gateway.running_episodes[endpoint.api_key].unread_tries == 1, "the client tries again"
+        assert gateway.running_episodes[endpoint.api_key].unread_tries[0] == 1, "the client tries again"
 
 
 @served
