@@ -183,8 +183,8 @@ def test_a_restarted_coordinator_continues_the_count_of_tests() -> None:
     """All tests of a run share one rate of false alarms."""
     before = mismatches("warn")
     before.judge_probe(WORKER, "worker 0", loaded(0.0))
-    copies = ProbeSamples(PolicyVersion(1, 0), (sampled(1, (5,) * 11), sampled(1, (5,) * 11)))
-    different = ProbeSamples(PolicyVersion(1, 0), (sampled(1, (5,) * 11), sampled(1, (6,) * 11)))
+    copies = ProbeSamples(PolicyVersion(1, 0), (sampled(1, (5,) * 12), sampled(1, (5,) * 12)))
+    different = ProbeSamples(PolicyVersion(1, 0), (sampled(1, (5,) * 12), sampled(1, (6,) * 12)))
     for index in range(1000):
         before.judge_samples(b"rollout/%d/a" % index, f"worker {index}", PolicyVersion(1, 0), sums(0.0))
         before.judge_independence(WORKER, "worker 0", different)
