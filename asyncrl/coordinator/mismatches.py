@@ -34,7 +34,7 @@ ALARM_RATE = 0.5e-4
 SOUND_PROBES = 5  # comparisons that a replaced process must pass before it may be replaced again
 MIN_SAMPLED_TOKENS = 256  # tokens that an engine has sampled for its test, over which a mean gap is judged
 REFUTING_TOKENS = 1024  # sampled tokens without a mismatch that end the alert about an engine's samples
-MIN_TOKENS = 256  # tokens of training, of one version, over which a mean gap is judged
+MIN_TOKENS = 256  # trained tokens, sampled by the trained version itself, over which a mean gap is judged
 
 
 def gap_limit(rounding: float) -> float:
@@ -109,6 +109,8 @@ class Mismatches:
         self._sample_tests: dict[bytes, SurprisalTest] = {}
         self._sample_gaps: dict[bytes, SampleGap] = {}
         self._failed_versions: dict[bytes, PolicyVersion] = {}  # whose samples were reported as a mismatch
+        self._unjudged_tokens = 0.0  # of training, since the gap of trained tokens was judged
+        self._unjudged_gap_sum = 0.0  # nats, over these tokens
         self._test_count = 0  # tests of samples that have begun
         self._independence_test_count = 0
         # By identity of the engine's process, until its successor says hello.
@@ -261,20 +263,29 @@ class Mismatches:
         return self._act_on(peer, name, "independence", text)
 
     def judge_tokens(self, step: int, mean_gap: float, tokens: float) -> None:
-        """Judge the gap of a batch's tokens that the trained version itself has sampled. No engine can be
-        named, so that none is replaced."""
-        if self._rounding is None or tokens < MIN_TOKENS:
+        """Judge the gap of a batch's tokens that the trained version itself has sampled, together with the
+        batches before if they had too few such tokens. No engine can be named, so that none is replaced."""
+        if self._rounding is None or not tokens:
+            return
+
+        self._unjudged_tokens += tokens
+        self._unjudged_gap_sum += mean_gap * tokens
+        if self._unjudged_tokens < MIN_TOKENS:
             return
 
         self.needs_storing = True
+        judged_tokens = self._unjudged_tokens
+        mean_gap = self._unjudged_gap_sum / judged_tokens
+        self._unjudged_tokens = self._unjudged_gap_sum = 0.0
         largest_gap = gap_limit(self._at_temperature(self._rounding.mean))
         if mean_gap <= largest_gap:
             self._problems.pop(("", "tokens"), None)
             return
 
         text = (
-            f"the log-probs that engines reported for {tokens:,.0f} tokens of step {step} differ from the "
-            f"trainer's by {mean_gap:.3g} nats on average; rounding explains at most {largest_gap:.2g}"
+            f"the log-probs that engines reported for {judged_tokens:,.0f} tokens, up to step {step}, differ "
+            f"from the trainer's by {mean_gap:.3g} nats on average; rounding explains at most "
+            f"{largest_gap:.2g}"
         )
         self._note_problem("", "tokens", text)
         if self._action == "stop":

@@ -36,6 +36,18 @@ def test_an_engine_that_lies_is_named(tmp_path: Path, lie: str, mismatch: str) -
     assert mismatch in text
 
 
+@pytest.mark.full
+def test_an_engine_that_lies_is_replaced_once_and_then_stops_the_run(tmp_path: Path) -> None:
+    engine = "engine.name=tools/faults/lies.py:stale_seed"
+    with Run(tmp_path, "total_steps=40", *LARGE_BATCHES, engine) as run:
+        assert run.wait() != 0
+        text = run.text()
+        coordinator_log = (run.path / "logs" / "coordinator-0.log").read_text()
+    assert coordinator_log.count("replacing worker 0") == 1
+    assert "worker 0 does not sample independently" in text
+    assert "replacing its process once did not help" in text
+
+
 def test_an_engine_that_samples_honestly_is_not(tmp_path: Path) -> None:
     with Run(tmp_path, "total_steps=3", *LARGE_BATCHES) as run:
         run.completed(3)

@@ -267,11 +267,25 @@ def test_trained_tokens_are_judged_from_the_first_step() -> None:
     assert not judge.count, "no probe has told the rounding yet"
 
     judge.judge_probe(ENGINE, "engine 1", loaded(1e-6))
-    judge.judge_tokens(1, 1.5, MIN_TOKENS - 1)
     judge.judge_tokens(1, gap_limit(FLOAT32_ROUNDING), MIN_TOKENS)
     assert not judge.count
-    judge.judge_tokens(1, 1.5, MIN_TOKENS)
-    assert judge.count == 1 and "step 1 differ from the trainer's by 1.5 nats" in judge.fatal
+    judge.judge_tokens(2, 1.5, MIN_TOKENS)
+    assert judge.count == 1 and "step 2, differ from the trainer's by 1.5 nats" in judge.fatal
+
+
+def test_few_trained_tokens_of_each_step_are_judged_together() -> None:
+    judge = mismatches("warn")
+    judge.judge_probe(ENGINE, "engine 1", loaded(1e-6))
+    for step in (1, 2, 3):
+        judge.judge_tokens(step, 0.0, 0)
+        judge.judge_tokens(step, 0.5 * step, MIN_TOKENS // 3)
+    assert not judge.count
+    judge.judge_tokens(4, 0.0, MIN_TOKENS % 3)
+    assert judge.count == 1 and f"for {MIN_TOKENS} tokens, up to step 4" in judge.newest
+    assert "by 0.996 nats" in judge.newest
+
+    judge.judge_tokens(5, 0.0, MIN_TOKENS)
+    assert not judge.newest, "the tokens of later steps are right"
 
 
 def sums(z: float, gap: float = 0.0, tokens: int = 1024) -> SurprisalSums:
