@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from asyncrl.config import RolloutConfig
+from asyncrl.conversation.branches import Branches
 from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.commands import (
     Done,
@@ -25,6 +26,7 @@ from asyncrl.conversation.commands import (
 )
 from asyncrl.conversation.episode import Episode, advance_episode, begin_episode, conversation, resume_episode
 from asyncrl.conversation.parsers import load_parser
+from asyncrl.conversation.requests import AgentRequest, Placement
 from asyncrl.episodes.reward import transcript
 from asyncrl.types import (
     IMAGE_MARK,
@@ -196,6 +198,30 @@ def test_a_sampled_placeholder_ends_the_episode(begin: str, medium: str) -> None
     tokens = sum(len(turn.generation.ids) for turn in episode.turns)
     done = advance_episode(rules, episode, EpisodeScored(RewardResult(1.0))).command
     assert done == Done(EpisodeResult(1.0, tokens, (0.0, 1.0), end=EpisodeEnd.IMAGE_TOKEN))
+
+
+@pytest.mark.parametrize("medium", ["", "image", "video"])
+def test_an_agent_goes_on_in_a_new_row_after_a_sampled_placeholder(medium: str) -> None:
+    """So that no prompt has a token that stands for no image."""
+    chat = chat_of("trl/qwen2_5_vl")
+    assert chat.image_layout is not None
+    placeholders = dict(zip(("image", "video"), chat.image_layout.placeholders, strict=True))
+    branches = Branches(Rules(chat, load_parser("hermes"), RolloutConfig(max_turns=8)))
+    images = tuple(ImageRef(digit * DIGEST_DIGITS, 56, 56) for digit in "12")
+    question, hint = (Message("user", f"see {IMAGE_MARK}", images=(image,)) for image in images)
+
+    placement = branches.place_request(AgentRequest((question,), ()))
+    assert isinstance(placement, Placement)
+    ids = (*chat.text_ids("It is", beginning=False), placeholders.get(medium, chat.stop_ids[0]))
+    generation = Generation(ids, (-0.5,) * len(ids), (VersionSpan(0, len(ids), 1, 1),), StopReason.STOP)
+    message = branches.add_turn(placement, branches.next_turn(placement, generation))
+    assert message.content == "It is"
+
+    placement = branches.place_request(AgentRequest((question, message, hint), ()))
+    assert isinstance(placement, Placement)
+    assert placement.row == (None if medium else 0)
+    assert placement.ids == chat.prompt_ids((question, message, hint))
+    assert not {*placement.ids} & {*placeholders.values()}
 
 
 @every_template
