@@ -245,6 +245,16 @@ class Chat:
         )
         return text
 
+    @property
+    def image_token(self) -> str:
+        """Return the text that `decode` writes for an image; "" for a model that reads text only."""
+        if self.image_layout is None:
+            return ""
+        text: str = self._tokenizer.decode(
+            [self.image_layout.placeholder], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
     def is_placeholder(self, token: int) -> bool:
         """Return True for a token that stands for a part of an image or a video."""
         return self.image_layout is not None and token in self.image_layout.placeholders

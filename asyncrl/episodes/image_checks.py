@@ -95,7 +95,7 @@ def _other_models(config: RunConfig) -> dict[str, str]:
     machines only, and are then compared with each request."""
     paths = {"kl.reference": config.kl.reference, "critic.path": config.critic.path}
     for name, scorer in config.scorers.items():
-        if name != "reward" and (Path(scorer.path) / "config.json").is_file():  # a reward reads texts
+        if name != "reward" and (Path(scorer.path) / "config.json").is_file():  # a reward model reads text
             paths[f"scorers.{name}.path"] = scorer.path
     return {key: path for key, path in paths.items() if path}
 

@@ -173,4 +173,5 @@ def reward_input(
         end=end,
         transcript=transcript(rules, turns),
         result=result,
+        image_token=rules.chat.image_token,
     )

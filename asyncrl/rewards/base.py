@@ -47,7 +47,8 @@ class RewardInput(msgspec.Struct, frozen=True):
     `answer` is the text of the last turn without tool calls and reasoning. `messages` is the whole
     conversation, including the prompt and tool replies, and `transcript` the same conversation as decoded
     tokens. `result`: the return value of an agent program, or the `result` of the tools' objects, as a JSON
-    value.
+    value. `image_token`: what the transcript has in the place of each image; empty if the model reads text
+    only.
     """
 
     sample: Sample
@@ -58,6 +59,7 @@ class RewardInput(msgspec.Struct, frozen=True):
     end: EpisodeEnd = EpisodeEnd.ANSWERED
     transcript: str = ""
     result: Any = None
+    image_token: str = ""
 
 
 RewardFunction = Callable[..., Any]

@@ -4,6 +4,8 @@ reward process.
 The conversation is written with the reward model's own chat template. `of`: the sample's prompt with the
 answer, or all `messages` of the episode. `label`: index of the model output that counts. `normalise`: the
 plain output, the sigmoid, or the softmax over the labels.
+
+These models read text only: IMAGE_NOTE stands in the place of an image.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from asyncrl.remote import (
 )
 from asyncrl.rewards.base import RewardError, RewardInput, rewards, runs
 from asyncrl.types import FailReason, Message
+from asyncrl.vision.content import IMAGE_NOTE, with_image_notes
 from asyncrl.weights.checkpoint_match import load_pretrained
 
 ScoredText = Literal["answer", "messages"]
@@ -213,10 +216,27 @@ def normalised_output(values: Sequence[float], label: int, normalise: Normalise)
 
 
 def _conversation(episode: RewardInput, scored_text: ScoredText) -> list[dict[str, Any]]:
+    episode = _with_image_notes(episode)
     prompt_and_answer = (*episode.sample.prompt, Message("assistant", episode.answer))
     return [
         message.openai() for message in (prompt_and_answer if scored_text == "answer" else episode.messages)
     ]
+
+
+def _with_image_notes(episode: RewardInput) -> RewardInput:
+    """Return the episode as models read it here: with IMAGE_NOTE in the place of each image."""
+    transcript = episode.transcript
+    if episode.image_token:
+        # A server that reads images would look for an image at this token.
+        transcript = transcript.replace(episode.image_token, IMAGE_NOTE)
+
+    prompt = tuple(map(with_image_notes, episode.sample.prompt))
+    return msgspec.structs.replace(
+        episode,
+        sample=msgspec.structs.replace(episode.sample, prompt=prompt),
+        messages=tuple(map(with_image_notes, episode.messages)),
+        transcript=transcript,
+    )
 
 
 def _existing_directory(option: str, path: str) -> str:
@@ -282,6 +302,7 @@ class LLMJudge:
 
 def prompt_variables(episode: RewardInput) -> dict[str, Any]:
     """Return the variables of a judge's prompt, except `scale`."""
+    episode = _with_image_notes(episode)
     questions = [message.content for message in episode.sample.prompt if message.role == "user"]
     return {
         "question": questions[-1] if questions else "",

@@ -100,6 +100,7 @@ class EpisodeRun:
             end=end,
             transcript=transcript(rules, turns),
             result=result,
+            image_token=rules.chat.image_token,
         )
         started_at = time.monotonic()
         with self.context.waits.wait_named("the reward function", reward.deadline):

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from asyncrl.types import IMAGE_MARK
+from msgspec.structs import replace
+
+from asyncrl.types import IMAGE_MARK, Message
 from asyncrl.vision.files import MAX_FILE_BYTES, ImageError, StoredImage, prepare_decoded, prepare_image
 from asyncrl.vision.layout import ImageLayout
 
@@ -121,6 +123,13 @@ def prepare_in_turn(
         return prepare_decoded(image, layout)
     finally:
         _free_decoders.release()
+
+
+def with_image_notes(message: Message) -> Message:
+    """Return the message for a model that reads text only: with IMAGE_NOTE in the place of each image."""
+    if not message.images:
+        return message
+    return replace(message, content=message.content.replace(IMAGE_MARK, IMAGE_NOTE), images=())
 
 
 def without_marks(text: str) -> str:

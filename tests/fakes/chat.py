@@ -105,6 +105,10 @@ class FakeChat:
     def shorten_with_images(self, text: str, images: tuple[ImageRef, ...], limit: int, where: Cut) -> str:
         return self.shorten(text, limit, where)
 
+    @property
+    def image_token(self) -> str:
+        return ""  # texts are decoded without images
+
     def is_placeholder(self, token: int) -> bool:
         return False
 

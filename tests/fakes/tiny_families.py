@@ -787,7 +787,13 @@ EARLIER_VISION_FAMILIES: dict[str, Family] = {
         "qwen2_vl",
         without_head_dim(rope_parameters=QWEN2_VL_ROPE, tie_word_embeddings=True),
         parts={
-            "vision_config": {"embed_dim": 32, "hidden_size": 64, "depth": 1, "num_heads": 2},
+            "vision_config": {
+                "embed_dim": 32,
+                "hidden_size": 64,
+                "depth": 1,
+                "num_heads": 2,
+                "in_chans": 3,  # published files have the name that SGLang reads
+            },
             "tie_word_embeddings": True,
             **QWEN_TOKENS,
         },

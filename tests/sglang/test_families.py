@@ -55,7 +55,7 @@ DEADLINE = 240.0  # seconds of a request: the first ones of a family compile ope
 
 # The families that a CPU server takes; `make test` has the first.
 SERVED_FAMILIES = ("qwen3_5", "qwen3_next", "qwen3_5_moe", "gemma3", "ministral3", "mistral3", "qwen3_vl")
-FAMILIES_WITH_IMAGES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
+FAMILIES_WITH_IMAGES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen2_vl", "qwen2_5_vl")
 
 
 @dataclass
@@ -78,7 +78,8 @@ def family_server(
 ) -> Iterator[FamilyServer]:
     """A server of the family that the parameter names. Tests of one family share it, in their order."""
     family = request.param
-    model = build_family(family, tmp_path_factory.mktemp(family) / "model", mtp=bool(FAMILIES[family].mtp))
+    has_mtp = family in FAMILIES and bool(FAMILIES[family].mtp)
+    model = build_family(family, tmp_path_factory.mktemp(family) / "model", mtp=has_mtp)
     adapted_kinds: list[str] = []
     if not type_without_adapters(str(model)):
         adapted_kinds = [kind for kind in ADAPTED if kind not in kinds_not_served(str(model))]

@@ -448,7 +448,7 @@ def test_promises() -> None:
         seen["three rows"] += len(play.last.rows) >= 3
 
     check()
-    # FakeChat has no token of images.
+    # FakeChat has no token of images: see test_image_templates.py.
     assert seen.keys() >= {*EpisodeEnd} - {EpisodeEnd.TIMEOUT, EpisodeEnd.IMAGE_TOKEN}
     assert seen.keys() >= {FailReason.PROMPT_TOO_LONG, FailReason.MISALIGNED, FailReason.ENVIRONMENT_ERROR}
     assert seen["folded"] and seen["three rows"]

@@ -11,8 +11,37 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
+from asyncrl.config import RolloutConfig
+from asyncrl.conversation.branches import Branches
 from asyncrl.conversation.chat import Chat
-from asyncrl.types import IMAGE_MARK, ImageRef, Message, ToolCall
+from asyncrl.conversation.commands import (
+    Done,
+    EpisodeScored,
+    Generate,
+    Observed,
+    Opened,
+    Rules,
+    Score,
+    TurnGenerated,
+)
+from asyncrl.conversation.episode import Episode, advance_episode, begin_episode, conversation, resume_episode
+from asyncrl.conversation.parsers import load_parser
+from asyncrl.conversation.requests import AgentRequest, Placement
+from asyncrl.episodes.reward import transcript
+from asyncrl.types import (
+    IMAGE_MARK,
+    EpisodeEnd,
+    EpisodeResult,
+    Generation,
+    ImageRef,
+    Message,
+    Observation,
+    RewardResult,
+    Sample,
+    StopReason,
+    ToolCall,
+    VersionSpan,
+)
 from asyncrl.vision.image_ids import DIGEST_BITS, DIGEST_DIGITS, find_runs
 from tests.fakes.layouts import qwen_layout
 from tests.fakes.shipped import shipped_tokenizer
@@ -120,6 +149,79 @@ def test_a_sampled_placeholder_of_an_image_or_a_video_ends_the_turn(name: str) -
     assert len(placeholders) == (2 if name in QWEN_TEMPLATES else 1)
     for placeholder in placeholders:
         assert placeholder in chat.stop_ids and chat.is_placeholder(placeholder)
+
+
+@pytest.mark.parametrize("medium", ["image", "video"])
+@pytest.mark.parametrize("begin", ["", "It is ", '<tool_call>{"name": "look", "arguments": {}}</tool_call>'])
+def test_a_sampled_placeholder_ends_the_episode(begin: str, medium: str) -> None:
+    """After a turn and an answer with an image. The row keeps the sampled token, which stands for no image,
+    and a call before the token is not run."""
+    chat = chat_of("trl/qwen2_5_vl")
+    assert chat.image_layout is not None
+    placeholder = dict(zip(("image", "video"), chat.image_layout.placeholders, strict=True))[medium]
+    rules = Rules(chat, load_parser("hermes"), RolloutConfig(max_turns=8, environment="fake"))
+    image = ImageRef("1" * DIGEST_DIGITS, 56, 56)
+    question = Message("user", f"What is {IMAGE_MARK}?", images=(image,))
+    other_image = ImageRef("2" * DIGEST_DIGITS, 84, 56)
+    hint = Message("user", f"like {IMAGE_MARK}", images=(other_image,))
+    sample = Sample(0, "test", (question,), "a cat")
+    schema = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+    def advance(episode: Episode, text: str, stop_id: int) -> Episode:
+        ids = (*chat.text_ids(text, beginning=False), stop_id)
+        generation = Generation(ids, (-0.5,) * len(ids), (VersionSpan(0, len(ids), 1, 1),), StopReason.STOP)
+        return advance_episode(rules, episode, TurnGenerated(generation))
+
+    opened = Opened((json.dumps(schema),))
+    episode = advance_episode(rules, begin_episode(sample), opened)
+    episode = advance(episode, "I see.", chat.stop_ids[0])
+    episode = advance_episode(rules, episode, Observed(Observation((hint,))))
+    asked = episode.command
+    assert isinstance(asked, Generate)
+    episode = advance(episode, begin, placeholder)
+
+    answer = begin.strip() if "<" not in begin else ""
+    assert episode.command == Score(answer, EpisodeEnd.IMAGE_TOKEN)
+    assert not EpisodeEnd.IMAGE_TOKEN.truncated, "the policy is rewarded for it"
+    (row,) = episode.rows
+    assert row == (*asked.ids, *chat.text_ids(begin, beginning=False), placeholder)
+    assert row == tuple(token for turn in episode.turns for token in (*turn.context, *turn.generation.ids))
+    assert runs_in(row) == expected_runs(chat, (question, hint)), "the sampled token is no image"
+    assert conversation(rules, episode)[-1].content == answer
+    assert resume_episode(rules, sample, opened, episode.turns) == episode
+
+    # A reward reads a token for each image, not the sampled one.
+    text = transcript(rules, episode.turns)
+    assert (text.count(chat.image_token), text.count("video_pad")) == (2, 0)
+    assert chat.image_token == PLACEHOLDERS["trl/qwen2_5_vl"]
+
+    tokens = sum(len(turn.generation.ids) for turn in episode.turns)
+    done = advance_episode(rules, episode, EpisodeScored(RewardResult(1.0))).command
+    assert done == Done(EpisodeResult(1.0, tokens, (0.0, 1.0), end=EpisodeEnd.IMAGE_TOKEN))
+
+
+@pytest.mark.parametrize("medium", ["", "image", "video"])
+def test_an_agent_goes_on_in_a_new_row_after_a_sampled_placeholder(medium: str) -> None:
+    """So that no prompt has a token that stands for no image."""
+    chat = chat_of("trl/qwen2_5_vl")
+    assert chat.image_layout is not None
+    placeholders = dict(zip(("image", "video"), chat.image_layout.placeholders, strict=True))
+    branches = Branches(Rules(chat, load_parser("hermes"), RolloutConfig(max_turns=8)))
+    images = tuple(ImageRef(digit * DIGEST_DIGITS, 56, 56) for digit in "12")
+    question, hint = (Message("user", f"see {IMAGE_MARK}", images=(image,)) for image in images)
+
+    placement = branches.place_request(AgentRequest((question,), ()))
+    assert isinstance(placement, Placement)
+    ids = (*chat.text_ids("It is", beginning=False), placeholders.get(medium, chat.stop_ids[0]))
+    generation = Generation(ids, (-0.5,) * len(ids), (VersionSpan(0, len(ids), 1, 1),), StopReason.STOP)
+    message = branches.add_turn(placement, branches.next_turn(placement, generation))
+    assert message.content == "It is"
+
+    placement = branches.place_request(AgentRequest((question, message, hint), ()))
+    assert isinstance(placement, Placement)
+    assert placement.row == (None if medium else 0)
+    assert placement.ids == chat.prompt_ids((question, message, hint))
+    assert not {*placement.ids} & {*placeholders.values()}
 
 
 @every_template

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardError, RewardInput, load_rewards
-from asyncrl.types import Message, Sample
+from asyncrl.types import IMAGE_MARK, ImageRef, Message, Sample
 from tests.fakes.sglang import Script, scripted
 
 PATH = "/v1/chat/completions"
@@ -26,7 +27,9 @@ SAMPLE = Sample(
 GIVEN = RewardInput(SAMPLE, "It is Paris.", transcript="<user>…")
 
 
-def judged(judge_text: str, status: int = 200, **options: Any) -> tuple[float | str, list[Any]]:
+def judged(
+    judge_text: str, status: int = 200, given: RewardInput = GIVEN, **options: Any
+) -> tuple[float | str, list[Any]]:
     """The score, or the text of the error, and the prompts that the judge was given."""
 
     async def main() -> tuple[float | str, list[Any]]:
@@ -35,7 +38,7 @@ def judged(judge_text: str, status: int = 200, **options: Any) -> tuple[float | 
             plugin = {"llm_judge": {"url": f"{script.url}/v1", "model": "judge", "retries": 0, **options}}
             episode_reward = EpisodeReward(load_rewards(plugin), 30.0)
             try:
-                score: float | str = (await episode_reward.score_episode(GIVEN)).score
+                score: float | str = (await episode_reward.score_episode(given)).score
             except RewardError as error:
                 score = str(error)
             finally:
@@ -85,6 +88,21 @@ def test_the_prompt(tmp_path: Path) -> None:
     file.write_text("{{ extra_info.hint }}|{{ data_source }}|{{ transcript }}|{{ scale }}\n")
     _, ((message,),) = judged("Score: 1", prompt=str(file), scale=5)
     assert message["content"] == "Seine|trivia|<user>…|5\n"
+
+
+def test_the_prompt_has_notes_in_place_of_images() -> None:
+    """A token of images would fail the request to a server that reads images."""
+    image = ImageRef("0" * 29, 32, 32)
+    question = Message("user", f"{IMAGE_MARK} and {IMAGE_MARK}?", images=(image, image))
+    given = RewardInput(
+        replace(SAMPLE, prompt=(question,)),
+        "a cat",
+        (question, Message("assistant", "a cat")),
+        transcript="<user>|image| and |image|?<end>a cat",
+        image_token="|image|",
+    )
+    _, ((message,),) = judged("Score: 1", given=given, prompt="{{ question }} / {{ transcript }}")
+    assert message["content"] == "[image] and [image]? / <user>[image] and [image]?<end>a cat"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import math
 from pathlib import Path
@@ -15,8 +16,10 @@ from asyncrl.episodes.reward import EpisodeReward
 from asyncrl.errors import ConfigError
 from asyncrl.remote import scorer_url
 from asyncrl.rewards import RewardError, RewardInput, load_rewards
+from asyncrl.rewards.base import trl_arguments, verl_arguments
 from asyncrl.rewards.models import normalised_output
-from asyncrl.types import FailReason, Message, Sample
+from asyncrl.types import IMAGE_MARK, FailReason, ImageRef, Message, Sample
+from asyncrl.vision.content import IMAGE_NOTE
 from tests.fakes.loop import settle
 from tests.fakes.servers import Servers, entry
 from tests.fakes.sglang import scripted
@@ -27,6 +30,19 @@ GIVEN = RewardInput(
     "2",
     (Message("user", "1 + 1?"), Message("assistant", "let me see"), Message("assistant", "2")),
 )
+QUESTION = Message("user", f"see {IMAGE_MARK} + 1?", images=(ImageRef("0" * 29, 32, 32),))
+LOOK = Message("tool", IMAGE_MARK, images=(ImageRef("1" * 29, 32, 32),))
+GIVEN_IMAGES = RewardInput(
+    Sample(0, "s", (QUESTION,), '"2"'),
+    "2",
+    (QUESTION, Message("assistant", "let me see"), LOOK, Message("assistant", "2")),
+)
+NOTED = [
+    {"role": "user", "content": f"see {IMAGE_NOTE} + 1?"},
+    {"role": "assistant", "content": "let me see"},
+    {"role": "tool", "content": IMAGE_NOTE},
+    {"role": "assistant", "content": "2"},
+]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +72,8 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(DEMO, local_files_only=True)
 
 
-def test_a_local_classifier(tmp_path: Path, tokenizer: Any) -> None:
+def save_classifier(path: Path, tokenizer: Any) -> Any:
+    """Save a tiny random classifier with two labels, and return the model."""
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -66,8 +83,15 @@ def test_a_local_classifier(tmp_path: Path, tokenizer: Any) -> None:
         num_attention_heads=2, num_key_value_heads=2, num_labels=2, pad_token_id=0,
     )  # fmt: skip
     model = LlamaForSequenceClassification(config).eval()
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return model
+
+
+def test_a_local_classifier(tmp_path: Path, tokenizer: Any) -> None:
+    import torch
+
+    model = save_classifier(tmp_path, tokenizer)
     conversation = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
     ids = torch.tensor([tokenizer.apply_chat_template(conversation, return_dict=False)])
     with torch.inference_mode():
@@ -81,6 +105,62 @@ def test_a_local_classifier(tmp_path: Path, tokenizer: Any) -> None:
     with torch.inference_mode():
         last = model(input_ids=ids[:, -3:]).logits[0].tolist()
     assert cut.function(GIVEN) == pytest.approx(last[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("of", ["answer", "messages"])
+@pytest.mark.parametrize("has_template", [True, False])
+def test_a_classifier_reads_notes_in_place_of_images(
+    tmp_path: Path, tokenizer: Any, has_template: bool, of: str
+) -> None:
+    import torch
+
+    noted = NOTED if of == "messages" else [NOTED[0], NOTED[-1]]
+    if has_template:
+        ids = tokenizer.apply_chat_template(noted, return_dict=False)
+    else:
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.chat_template = None
+        ids = tokenizer("\n".join(message["content"] for message in noted[:-1]), "2").input_ids
+
+    model = save_classifier(tmp_path, tokenizer)
+    (reward,) = load_rewards({"classifier": {"path": str(tmp_path), "of": of}})
+    reward.load()
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([ids])).logits[0, 0].item()
+    assert reward.function(GIVEN_IMAGES) == pytest.approx(expected, abs=1e-6)
+
+
+async def test_a_served_reward_model_reads_notes_in_place_of_images(tokenizer: Any) -> None:
+    async with scripted() as script:
+        script.says("/classify", 200, json.dumps({"embedding": [0.25]}).encode())
+        options = {"url": script.url, "tokenizer": str(DEMO), "of": "messages", "retries": 0}
+        episode_reward = EpisodeReward(load_rewards({"reward_model": options}), 60.0)
+        try:
+            assert (await episode_reward.score_episode(GIVEN_IMAGES)).score == 0.25
+        finally:
+            await episode_reward.close()
+    ids = tokenizer.apply_chat_template(NOTED, return_dict=False)
+    assert script.requests == [("/classify", {"input_ids": ids}, "")]
+
+
+def test_functions_get_the_images_of_messages() -> None:
+    """By digest in OpenAI's shape, and as they are in a RewardInput."""
+    parts = [
+        {"type": "text", "text": "see "},
+        {"type": "image", "image": "0" * 29},
+        {"type": "text", "text": " + 1?"},
+    ]
+    image_messages = [
+        {"role": "user", "content": parts},
+        NOTED[1],
+        {"role": "tool", "content": [{"type": "image", "image": "1" * 29}]},
+        NOTED[3],
+    ]
+    given = replace(GIVEN_IMAGES, transcript="see <|image_pad|>", image_token="<|image_pad|>")
+    extra_info = verl_arguments(given)["extra_info"]
+    assert (extra_info["messages"], extra_info["transcript"]) == (image_messages, "see <|image_pad|>")
+    trl = trl_arguments(given)
+    assert [trl["prompts"], trl["completions"]] == [[image_messages[:1]], [image_messages[1:]]]
 
 
 async def test_sglangs_reward_model(tokenizer: Any) -> None:

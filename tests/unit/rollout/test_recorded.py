@@ -22,7 +22,7 @@ from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Sample
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker import Failed, Finished
 from tests.fakes.agents import AgentBench, message
-from tests.fakes.chat import call
+from tests.fakes.chat import FakeChat, call
 from tests.fakes.data import rows, stored
 from tests.fakes.planted import MARKUP, SPANS, save_run
 from tests.unit.buffer.machine import turn_payload
@@ -80,6 +80,10 @@ def test_the_trained_turns_of_an_evaluation_are_read_behind_a_side_request(tmp_p
     assert (read.generation.ids, read.index, read.row) == (turn.generation.ids, 0, 0)
 
 
+class ChatWithImageToken(FakeChat):
+    image_token = "|image|"
+
+
 def test_an_agents_episode_is_regraded_by_what_its_reward_saw(tmp_path: Path) -> None:
     """All but the agent's own messages, which are not recorded: the conversation is that of the last turn."""
     seen: list[RewardInput] = []
@@ -100,7 +104,7 @@ def test_an_agents_episode_is_regraded_by_what_its_reward_saw(tmp_path: Path) ->
         seen.append(reward_input)
         return 1.0
 
-    bench = AgentBench(agent, said, reward)
+    bench = AgentBench(agent, said, reward, chat=ChatWithImageToken())
     stats = bench.finished().stats
     (live,), parts = seen, SimpleNamespace(rules=bench.context.rules)
     store = RunStore(tmp_path)
@@ -127,6 +131,7 @@ def test_an_agents_episode_is_regraded_by_what_its_reward_saw(tmp_path: Path) ->
         live.transcript,
     )
     assert rebuilt_input.result == live.result == {"changes": "YQ=="}
+    assert rebuilt_input.image_token == live.image_token == "|image|"
 
 
 def test_the_episodes_of_an_evaluation_are_judged_and_other_validations_are_left_out(tmp_path: Path) -> None:
