@@ -10,18 +10,18 @@ from contextlib import closing
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from asyncrl.commands.eval import argument_parser, check_order, evaluate, resolve_target, unknown_keys
 from asyncrl.config import read_config
-from asyncrl.data.messages import marked_json
+from asyncrl.data.messages import complete_json, marked_json
 from asyncrl.data.rows import write_rows
 from asyncrl.data.storage import StoredImages
 from asyncrl.errors import ConfigError
 from asyncrl.observe.held_out import SAMPLED, JudgedEpisode
-from asyncrl.types import Sample
+from asyncrl.types import Message, Sample
 
 HELP = """\
 Sample answers and write them to a file, one row per prompt.
@@ -32,11 +32,15 @@ Sample answers and write them to a file, one row per prompt.
 
 All rows of the data are used, or only the first N with `samples=N`; with `episodes=K`, each row is answered
 K times. A row of the file has data_source, prompt (messages), ground_truth (text, or JSON), and lists with
-one entry per episode: responses (the text of the last turn), conversations (all messages, as JSON), rewards,
-stop_reasons, and tokens (the number of tokens that the model wrote). An episode that failed in every attempt
-has no response and no reward. `<image>` in a prompt stands for the next of the column images, which is there
-if the data have images. After a crash, run the same command again to continue.
+one entry per episode: responses (the text of the last turn), conversations (all messages, as JSON, with
+images as data: URLs), rewards, stop_reasons, and tokens (the number of tokens that the model wrote). An
+episode that failed in every attempt has no response and no reward. `<image>` in a prompt stands for the next
+of the column images, which is there if the data have images. After a crash, run the same command again to
+continue.
 OVERRIDES work as in asyncrl train; asyncrl eval --help explains MODEL."""
+
+if TYPE_CHECKING:
+    from asyncrl.data.run_images import RunImages
 
 OUT_PREFIX = "out="
 COLUMNS = ("responses", "conversations", "rewards", "stop_reasons", "tokens")
@@ -90,16 +94,24 @@ def prompt_columns(sample: Sample, images: StoredImages | None) -> dict[str, Any
     return columns
 
 
+def conversation_json(messages: Sequence[Message], images: RunImages) -> str:
+    """Return a conversation as JSON that contains its images, including those of tools and environments. As
+    the column `messages` of a demonstration, the text gives the same messages again."""
+    files = images.files_of({image.digest for message in messages for image in message.images})
+    return msgspec.json.encode([complete_json(message, files) for message in messages]).decode()
+
+
 def _answer_rows(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Yield one row per sample, in the order of the samples."""
     from asyncrl.data import open_images
+    from asyncrl.data.run_images import RunImages
     from asyncrl.episodes.parts import EpisodeParts
     from asyncrl.episodes.recorded import evaluated, judged_turns, reward_input
     from asyncrl.store.reader import RunReader
 
     parts = EpisodeParts(read_config(run_dir))
     samples, episodes = evaluated(run_dir)
-    images = open_images(run_dir, "test")
+    prompt_images = open_images(run_dir, "test")
 
     def episode_entry(judged: JudgedEpisode, sample: Sample) -> Sequence[Any]:
         if judged.result is None or judged.stats is None:
@@ -109,16 +121,16 @@ def _answer_rows(run_dir: Path) -> Iterator[dict[str, Any]]:
         recorded_input = reward_input(
             parts, sample, judged_turns(reader, judged), ending, judged.stats.tool_calls
         )
-        messages = msgspec.json.encode([message.openai() for message in recorded_input.messages])
         return (
             recorded_input.answer,
-            messages.decode(),
+            conversation_json(recorded_input.messages, run_images),
             judged.result.score,
             str(ending),
             judged.result.tokens,
         )
 
     with closing(RunReader.open(run_dir)) as reader:
+        run_images = RunImages.open(run_dir, reader)
         sampled_episodes = sorted(
             (judged for judged in episodes if judged.identity.mode == SAMPLED), key=attrgetter("identity")
         )
@@ -128,7 +140,7 @@ def _answer_rows(run_dir: Path) -> Iterator[dict[str, Any]]:
             ground_truth = sample.ground_truth
             yield {
                 "data_source": sample.data_source,
-                **prompt_columns(sample, images),
+                **prompt_columns(sample, prompt_images),
                 "ground_truth": ground_truth if isinstance(ground_truth, str) else sample.ground_truth_json,
                 **dict(zip(COLUMNS, map(list, zip(*entries, strict=True)), strict=True)),
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from asyncrl.data.images import RowImages, image_in_part
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.types import IMAGE_MARK, ImageRef, Message, ToolCall
+from asyncrl.vision.files import data_url
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 IMAGE_TEXT = "<image>"  # stands for the next image of the row's column
@@ -58,6 +60,20 @@ def marked_json(message: Message) -> dict[str, Any]:
     message_json = message.openai()
     if message.images:
         message_json["content"] = message.content.replace(IMAGE_MARK, IMAGE_TEXT)
+    return message_json
+
+
+def complete_json(message: Message, files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return a message as OpenAI's JSON with each image as a data: URL: `read_messages` reads the same
+    message in a row without a column of images. `files`: of the images, by digest."""
+    message_json = message.openai()
+    if message.images:
+        message_json["content"] = [
+            {"type": "image_url", "image_url": {"url": data_url(files[part["image"]])}}
+            if part["type"] == "image"
+            else part
+            for part in message.content_parts()
+        ]
     return message_json
 
 

@@ -4,7 +4,6 @@ token by token, with the values from training.
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +30,7 @@ from asyncrl.registry import name_and_options
 from asyncrl.store.reader import RunReader
 from asyncrl.types import NO_STEP, Message, Observation, ToolReply, Turn, readable_content, start_version
 from asyncrl.vision.content import IMAGE_NOTE
-from asyncrl.vision.files import PNG_START, is_image_file
+from asyncrl.vision.files import data_url, is_image_file
 from asyncrl.vision.image_ids import DIGEST_DIGITS, find_runs
 
 MAX_LOG_RATIO = 20.0  # nats
@@ -250,5 +249,4 @@ def image_url(images: RunImages, digest: str) -> str:
     file = images.file_of(digest)
     if file is None or not is_image_file(file):
         raise ConfigError(f"image {digest[:DIGEST_DIGITS]} is not stored in the run")
-    media_type = "image/png" if file.startswith(PNG_START) else "image/jpeg"
-    return f"data:{media_type};base64,{base64.b64encode(file).decode()}"
+    return data_url(file)

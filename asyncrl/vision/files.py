@@ -9,6 +9,7 @@ An image is scaled once, here. Its digest names the stored file wherever the ima
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 from typing import Any, NamedTuple
@@ -56,6 +57,12 @@ def image_digest(file: bytes) -> str:
 def is_image_file(file: bytes) -> bool:
     """Return True if the bytes begin as a PNG or JPEG file does."""
     return file.startswith((PNG_START, JPEG_START))
+
+
+def data_url(file: bytes) -> str:
+    """Return a stored file, PNG or JPEG, as a data: URL."""
+    media_type = "image/png" if file.startswith(PNG_START) else "image/jpeg"
+    return f"data:{media_type};base64,{base64.b64encode(file).decode()}"
 
 
 def prepare_image(file: bytes, layout: ImageLayout) -> StoredImage:

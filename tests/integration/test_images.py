@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
+from asyncrl import cli
+from asyncrl.config import DataConfig
+from asyncrl.data import RowLayout
+from asyncrl.data.images import ImagePreparer
 from asyncrl.data.rows import write_rows
 from asyncrl.data.run_images import RunImages
+from asyncrl.data.samples import read_samples
 from asyncrl.episodes.recorded import turns_of
 from asyncrl.store.reader import RunReader
 from asyncrl.store.segments import RECORD_HEADER
 from asyncrl.trainer.images import digests_of
-from asyncrl.types import Turn
+from asyncrl.types import Message, Turn
 from asyncrl.vision.files import image_digest, is_image_file
-from tests.integration.runs import Run, once
+from asyncrl.vision.layout import read_image_layout
+from tests.fakes.forked import asyncrl
+from tests.integration.runs import ROOT, Run, once
 from tools import make_geometry
 from tools.prepare_pictures import write_example
 
@@ -49,6 +59,15 @@ class Gallery(Environment):
 
     def paint(self, dice):
         return PIL.Image.frombytes("RGB", (32, 32), dice.randbytes(3 * 32 * 32))
+"""
+
+
+COUNTING_REWARD = """
+from asyncrl.rewards import RewardInput
+
+
+def count_images(given: RewardInput):
+    return float(sum(len(message.images) for message in given.messages))
 """
 
 
@@ -158,6 +177,107 @@ def test_a_run_trains_on_images(example: Path, tmp_path: Path, train_vision: str
     once(run.path, 4)
     assert_images_are_stored(run)
     assert_same_logprobs(run)
+
+
+@pytest.mark.full
+def test_commands_on_a_run_with_images(example: Path, tmp_path: Path) -> None:
+    """Images of the data and of the environment are in the files of the run, and of its evaluations."""
+    with Run(tmp_path, *gallery_overrides(example, write_gallery(tmp_path)), "total_steps=2") as run:
+        run.completed(2)
+    assert_step_is_replayed(run, 2)
+    assert_rewards_are_given_again(run)
+    checkpoint = run.path / "checkpoints/step-2"
+    assert_checkpoint_is_evaluated(example, tmp_path, checkpoint)
+    assert_answers_are_demonstrations(example, tmp_path, checkpoint)
+
+
+def output_of(directory: Path, *arguments: str) -> str:
+    """Return the output of a command, which must succeed, in a process of its own."""
+    out = directory / f"{arguments[0]}.out"
+    process = asyncrl(arguments, out, ROOT, os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        code = process.wait(240)
+    finally:
+        if process.poll() is None:
+            process.kill()  # the roles of its run end with the launcher
+    assert code == 0, out.read_text()
+    return out.read_text()
+
+
+def assert_step_is_replayed(run: Run, step: int) -> None:
+    """From the initial policy, on one rank: the loss and the gradient norm are equal to the last bit."""
+    (recorded,) = (row for row in run.rows() if row.get("training/step") == step and "timing_s/step" in row)
+    lines = output_of(run.path.parent, "replay", str(run.path), "--step", str(step)).splitlines()
+    cells = next(line.split() for line in lines if line.split()[0] == str(step))
+    values = [repr(recorded[name]) for name in ("actor/pg_loss", "actor/grad_norm")]
+    assert cells == [str(step), values[0], values[0], values[1], values[1]]
+    assert recorded["actor/grad_norm"] > 0
+
+
+def assert_rewards_are_given_again(run: Run) -> None:
+    """The run's reward gives the recorded scores; another one sees the images of the conversation."""
+    rewards_path = run.path.parent / "rewards.py"
+    rewards_path.write_text(COUNTING_REWARD)
+    regraded_path = run.path.parent / "regraded.jsonl"
+    for reward in ("exact", f"{rewards_path}:count_images"):
+        arguments = ["regrade", str(run.path), "--reward", reward, "--out", str(regraded_path)]
+        assert cli.main(arguments) == 0
+        rows = [json.loads(line) for line in regraded_path.read_text().splitlines()]
+        assert len([row for row in rows if row["state"] == "trained"]) == 2 * 16
+        assert any(row["score"] for row in rows)
+        for row in rows:
+            if reward == "exact":
+                assert (row["score"], row["advantage"]) == (row["score_new"], row["advantage_new"])
+            else:
+                assert row["score_new"] >= row["score"] + 1, "the image of the data is missing"
+
+
+def assert_checkpoint_is_evaluated(example: Path, directory: Path, checkpoint: Path) -> None:
+    keys = [*evaluation_keys(example, directory), "name=evaluated"]
+    output = output_of(directory, "eval", str(checkpoint), *keys)
+    assert "failed in every attempt" not in output
+    numbers = json.loads((directory / "evaluated/evaluation.json").read_text())
+    counts = {mode: numbers[f"val-core/all/{mode}/success"]["samples"] for mode in ("greedy", "sampled")}
+    assert counts == {"greedy": 4, "sampled": 4}
+
+
+def assert_answers_are_demonstrations(example: Path, directory: Path, checkpoint: Path) -> None:
+    """The rows have the images of the data; their conversations, also those of the environment."""
+    out = directory / "answers.parquet"
+    keys = [*evaluation_keys(example, directory), "name=generated", "episodes=2", f"out={out}"]
+    assert "wrote answers to 4 of the" in output_of(directory, "generate", str(checkpoint), *keys)
+    questions = read_prompts(example / "test.parquet", example)[:4]
+    assert read_prompts(out, example) == questions
+
+    conversations_path = directory / "conversations.jsonl"
+    texts = [text for row in pq.read_table(out).to_pylist() for text in row["conversations"]]
+    write_rows(conversations_path, ({"messages": text} for text in texts))
+    conversations = read_prompts(conversations_path, example, demonstrations=True)
+    assert [conversation[:1] for conversation in conversations] == [
+        question for question in questions for _ in range(2)
+    ]
+    digests = [
+        {image.digest for message in conversation[1:] for image in message.images}
+        for conversation in conversations
+    ]
+    assert max(map(len, digests)) > 0, "no picture of the environment is in the conversations"
+    with closing(RunReader.open(directory / "generated")) as reader:
+        RunImages.open(directory / "generated", reader).files_of(set().union(*digests))
+
+
+def read_prompts(path: Path, example: Path, demonstrations: bool = False) -> list[tuple[Message, ...]]:
+    """Return the messages of each row, with images as the example's model reads them."""
+    with (
+        tempfile.TemporaryFile() as images_file,
+        ImagePreparer(images_file, lambda: read_image_layout(str(example / "model"))) as preparer,
+    ):
+        layout = RowLayout(demonstrations=demonstrations)
+        samples = read_samples(DataConfig(str(path)), str(path), "train", layout, preparer=preparer)
+        return [sample.prompt for sample in samples]
+
+
+def evaluation_keys(example: Path, directory: Path) -> list[str]:
+    return [f"--run-dir={directory}", f"data={example}/test.parquet", "samples=4"]
 
 
 def test_a_run_trains_on_rows_in_the_layout_of_verls_geo3k(example: Path, tmp_path: Path) -> None:

@@ -20,15 +20,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.commands.generate import prompt_columns
+from asyncrl.commands.generate import conversation_json, prompt_columns
 from asyncrl.config import DataConfig
 from asyncrl.data import RowLayout, Samples, StoredImages
 from asyncrl.data import images as images_module
 from asyncrl.data.images import MAX_WAITING_IMAGES, ImagePreparer, RowImages
 from asyncrl.data.rows import write_rows
+from asyncrl.data.run_images import RunImages
 from asyncrl.data.samples import read_samples
 from asyncrl.data.sources import RowOrigin
 from asyncrl.errors import ConfigError
+from asyncrl.store.reader import RunReader
+from asyncrl.store.schema import StoreError
 from asyncrl.types import IMAGE_MARK, ImageRef, Message, Sample, ToolCall, ToolReply, readable_content
 from asyncrl.vision.files import StoredImage, image_digest, prepare_decoded, prepare_image
 from tests.fakes.image_data import LAYOUT, animated_file, encode_image, image_file, noise
@@ -431,6 +434,41 @@ def test_what_generate_writes_is_read_again(tmp_path: Path, suffix: str) -> None
     assert [sample.prompt for sample in written_split.samples] == [sample.prompt for sample in split.samples]
     assert written_split.files(written_split.samples[2].prompt[0]) == [BLUE]
     assert list(prompt_columns(split.samples[1], None)) == ["prompt"]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_conversation_that_generate_writes_is_a_demonstration(tmp_path: Path, suffix: str) -> None:
+    """Images of the prompt and of a tool's reply come back, and `<image>` that stands for none stays text."""
+    prompts = Split(
+        write_parquet(tmp_path / "prompts.parquet", [marked([RED, BLUE]) | {"prompt": 2 * "<image>?"}])
+    )
+    (question,) = prompts.samples[0].prompt
+    zoom = ToolCall("zoom", '{"corner": 1}', "call-0")
+    seen = Message(
+        "tool", f"{IMAGE_MARK} enlarged", tool_call_id="call-0", name="zoom", images=question.images[1:]
+    )
+    conversation = (
+        question,
+        Message("assistant", "", (zoom,), reasoning="too small"),
+        seen,
+        Message("assistant", "an <image> tag"),
+    )
+    assert prompts.images is not None
+    run_images = RunImages([prompts.images], mock.Mock(spec=RunReader))
+    written = tmp_path / f"demonstrations.{suffix}"
+    write_rows(written, [{"messages": conversation_json(conversation, run_images)}])
+    demonstrations = Split(written, RowLayout(demonstrations=True))
+    messages = demonstrations.samples[0].prompt
+    assert messages == conversation
+    assert [demonstrations.files(message) for message in messages] == [[RED, BLUE], [], [BLUE], []]
+
+
+def test_a_conversation_whose_image_is_lost_is_not_written() -> None:
+    reader = mock.Mock(spec=RunReader)
+    reader.image_file.return_value = None
+    message = Message("tool", IMAGE_MARK, images=(ImageRef("0" * 29, 32, 32),))
+    with pytest.raises(StoreError, match="set a larger store"):
+        conversation_json([message], RunImages([], reader))
 
 
 @pytest.mark.full
