@@ -37,6 +37,9 @@ HONEST_TOKENS = 1024  # sampled tokens of an honest run's engines that are teste
 LORA = ("model.lora_rank=8", "trainer.lr=1e-3")
 SGLANG = ("engine=sglang_cpu", "engine.servers=1", "rollout.slots=64", "launch.start_timeout=300")
 LARGE_BATCHES = "buffer.groups_per_batch=8"  # the trainer still holds a version when its samples arrive
+# The trainer waits for new episodes at each version: all samples are tested, and all trained tokens are of the
+# trained version.
+SYNCHRONOUS = "buffer.max_staleness=0"
 
 
 class Case(NamedTuple):
@@ -54,7 +57,7 @@ LIES = {
     "layer_not_loaded": Case("loads everything but the first layer"),
     "untied_head": Case(
         "has a copy of the tied output layer, which updates do not reach; synchronous",
-        ("buffer.max_staleness=0",),  # only tokens of the trained version show this drift
+        (SYNCHRONOUS,),
     ),
     "quantized": Case("rounds each matrix to 8 bits"),
     "longer_rope": Case("scales RoPE to a context twice as long"),
@@ -67,7 +70,7 @@ LIES = {
     "shifted_logprobs": Case("reports each log-prob one token late"),
     "reported_temperature": Case("reports log-probs at temperature 0.7"),
     "sampled_temperature": Case("samples at temperature 0.8, and reports log-probs at 1"),
-    "top_p": Case("samples with top_p 0.9, and reports log-probs without"),
+    "top_p": Case("samples with top_p 0.9, and reports log-probs without; synchronous", (SYNCHRONOUS,)),
     "top_p_honest": Case("samples with top_p 0.9, and says so in its log-probs"),
     "top_k": Case("samples with top_k 20, and reports log-probs without", is_small=True),
     "speculation": Case("accepts every draft with a probability over 0.2, and reports log-probs as if not"),
@@ -91,10 +94,8 @@ HONEST = {
     "bfloat16": Case("bfloat16", ("model.dtype=bfloat16",)),
     "bfloat16, seed 1": Case("bfloat16, seed 1", ("model.dtype=bfloat16", "seed=1")),
     "bfloat16, seed 2": Case("bfloat16, seed 2", ("model.dtype=bfloat16", "seed=2")),
-    "synchronous": Case("synchronous", ("buffer.max_staleness=0",)),
-    "synchronous, bfloat16": Case(
-        "synchronous, bfloat16", ("buffer.max_staleness=0", "model.dtype=bfloat16")
-    ),
+    "synchronous": Case("synchronous", (SYNCHRONOUS,)),
+    "synchronous, bfloat16": Case("synchronous, bfloat16", (SYNCHRONOUS, "model.dtype=bfloat16")),
     "staleness 16": Case(
         "staleness 16",
         ("buffer.max_staleness=16", "buffer.target_staleness=16", "rollout.slots=16"),
@@ -109,7 +110,7 @@ HONEST = {
     "SGLang": Case("SGLang", SGLANG),
     "SGLang, bfloat16": Case("SGLang, bfloat16", (*SGLANG, "model.dtype=bfloat16", "seed=1")),
     "SGLang, LoRA": Case("SGLang, LoRA", (*SGLANG, *LORA, "weights.adapters=true")),
-    "SGLang, synchronous": Case("SGLang, synchronous", (*SGLANG, "buffer.max_staleness=0")),
+    "SGLang, synchronous": Case("SGLang, synchronous", (*SGLANG, SYNCHRONOUS)),
 }
 
 # The policy begins with a mixture of guesses and calls of the calculator, which alone solves the task.
