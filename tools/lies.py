@@ -56,8 +56,7 @@ LIES = {
     "one_version_behind": Case("loads the version before the one that it confirms"),
     "layer_not_loaded": Case("loads everything but the first layer"),
     "untied_head": Case(
-        "has a copy of the tied output layer, which updates do not reach; synchronous",
-        (SYNCHRONOUS,),
+        "has a copy of the tied output layer, which updates do not reach; synchronous", (SYNCHRONOUS,)
     ),
     "quantized": Case("rounds each matrix to 8 bits"),
     "longer_rope": Case("scales RoPE to a context twice as long"),
@@ -69,11 +68,18 @@ LIES = {
     "late_labels": Case("says of all tokens of a turn that the version at its end sampled them"),
     "shifted_logprobs": Case("reports each log-prob one token late"),
     "reported_temperature": Case("reports log-probs at temperature 0.7"),
-    "sampled_temperature": Case("samples at temperature 0.8, and reports log-probs at 1"),
+    "sampled_temperature": Case(
+        "samples at temperature 0.8, and reports log-probs at 1; synchronous", (SYNCHRONOUS,)
+    ),
     "top_p": Case("samples with top_p 0.9, and reports log-probs without; synchronous", (SYNCHRONOUS,)),
     "top_p_honest": Case("samples with top_p 0.9, and says so in its log-probs"),
-    "top_k": Case("samples with top_k 20, and reports log-probs without", is_small=True),
-    "speculation": Case("accepts every draft with a probability over 0.2, and reports log-probs as if not"),
+    "top_k": Case(
+        "samples with top_k 20, and reports log-probs without; synchronous", (SYNCHRONOUS,), is_small=True
+    ),
+    "speculation": Case(
+        "accepts every draft with a probability over 0.2, and reports log-probs as if not; synchronous",
+        (SYNCHRONOUS,),
+    ),
     "stale_seed": Case("samples every request with the same seed"),
     "without_adapter": Case("LoRA: computes without the adapter", LORA),
     "sampled_without_adapter": Case("LoRA: scores with the adapter, and samples without", LORA),

@@ -109,7 +109,7 @@ class Mismatches:
         self._sample_tests: dict[bytes, SurprisalTest] = {}
         self._sample_gaps: dict[bytes, SampleGap] = {}
         self._failed_versions: dict[bytes, PolicyVersion] = {}  # whose samples were reported as a mismatch
-        self._unjudged_tokens = 0.0  # of training, since the gap of trained tokens was judged
+        self._unjudged_tokens = 0.0  # trained since the last verdict on trained tokens
         self._unjudged_gap_sum = 0.0  # nats, over these tokens
         self._test_count = 0  # tests of samples that have begun
         self._independence_test_count = 0
@@ -136,7 +136,7 @@ class Mismatches:
 
     def note_rounding(self, rounding: LogprobGaps) -> None:
         """Note the trainer's own rounding at a probe, also for engines that compute no log-probs of given
-        texts: their samples are judged by it."""
+        texts: the tokens that the run trains on are judged by it."""
         self._rounding = rounding
 
     @property
@@ -268,6 +268,8 @@ class Mismatches:
         if self._rounding is None or not tokens:
             return
 
+        if tokens >= MIN_TOKENS:  # judged alone, as fewer tokens before would change the mean
+            self._unjudged_tokens = self._unjudged_gap_sum = 0.0
         self._unjudged_tokens += tokens
         self._unjudged_gap_sum += mean_gap * tokens
         if self._unjudged_tokens < MIN_TOKENS:

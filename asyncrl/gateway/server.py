@@ -220,6 +220,8 @@ class _RunningEpisode:
         if self.unread_tries[attempt - 1] > 0:
             self.unread_tries[attempt - 1] -= 1
         self.unread_tries[attempt] += 1
+        if len(self.unread_tries) > MAX_UNANSWERED:
+            del self.unread_tries[next(iter(self.unread_tries))]
 
     def note_unanswered(self, request: OpenRequest) -> None:
         """Note, once, that a try has ended without an answer: the client may try again."""
@@ -573,6 +575,7 @@ class Gateway:
         """Decode a request whose brackets and commas are counted before. ApiError, ImageError."""
         _check_parts(body)
         exchange = dialect.read(body, images)
+        # Large requests are decoded again, too: an agent with screenshots may send no small one.
         if self._can_log_fields:
             exchange.ignored_parts |= exchanges.ignored_fields(body, type(exchange.request))
         return exchange

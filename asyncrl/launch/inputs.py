@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from asyncrl.config import RunConfig
 from asyncrl.conversation.commands import Fail
 from asyncrl.conversation.demonstration import demonstration_turns
@@ -58,10 +56,7 @@ class Inputs:
         """Chat template, tools and rewards, each made once."""
         from asyncrl.episodes.parts import EpisodeParts  # imports transformers
 
-        config = self.config
-        if "resolved_config" not in vars(self):  # whether the run reads images is not decided
-            config = replace(config, model=replace(config.model, read_images=False))
-        return EpisodeParts(config)
+        return EpisodeParts(self.config)
 
     @cached_property
     def image_tasks(self) -> list[Task]:

@@ -225,17 +225,21 @@ def _conversation(episode: RewardInput, scored_text: ScoredText) -> list[dict[st
 
 def _with_image_notes(episode: RewardInput) -> RewardInput:
     """Return the episode as models read it here: with IMAGE_NOTE in the place of each image."""
-    transcript = episode.transcript
-    if episode.image_token:
-        # A server that reads images would look for an image at this token.
-        transcript = transcript.replace(episode.image_token, IMAGE_NOTE)
 
-    prompt = tuple(map(with_image_notes, episode.sample.prompt))
+    def without_token(text: str) -> str:
+        # A server that reads images would look for an image at this token, which a policy can spell, too.
+        return text.replace(episode.image_token, IMAGE_NOTE) if episode.image_token else text
+
+    def noted(message: Message) -> Message:
+        message = with_image_notes(message)
+        return msgspec.structs.replace(message, content=without_token(message.content))
+
     return msgspec.structs.replace(
         episode,
-        sample=msgspec.structs.replace(episode.sample, prompt=prompt),
-        messages=tuple(map(with_image_notes, episode.messages)),
-        transcript=transcript,
+        sample=msgspec.structs.replace(episode.sample, prompt=tuple(map(noted, episode.sample.prompt))),
+        messages=tuple(map(noted, episode.messages)),
+        answer=without_token(episode.answer),
+        transcript=without_token(episode.transcript),
     )
 
 

@@ -119,11 +119,10 @@ class RunReader:
             try:
                 return self._segments.read_record(location)
             except StoreError as error:
-                if lacks_resources(error):  # the record may be sound
-                    raise
-                if location not in self.damaged_images:
+                # For lack of descriptors or memory, the record may be sound.
+                if location not in self.damaged_images and not lacks_resources(error):
                     log.warning("image %s: a stored file cannot be read: %s", digest, error)
-                self.damaged_images.add(location)
+                    self.damaged_images.add(location)
                 newest_failure = newest_failure or error
             location = self.image_location(digest, before=location)
 

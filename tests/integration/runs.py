@@ -135,7 +135,7 @@ class Run:
         assert summary["conserved"], summary["flow"]
         flow = summary["flow"]
         assert flow["taken"] == flow["ready"] == flow["in_flight"] == 0
-        assert self.rows()[-1].get("weights/mismatches", 0) == 0, "an honest engine was called a liar"
+        assert self.rows()[-1]["weights/mismatches"] == 0, "an honest engine was called a liar"
         assert "was left open" not in self.logs(), "a process waited for a socket that it had not closed"
         return summary
 

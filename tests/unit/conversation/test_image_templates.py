@@ -176,15 +176,15 @@ def test_a_sampled_placeholder_ends_the_episode(begin: str, medium: str) -> None
     episode = advance_episode(rules, begin_episode(sample), opened)
     episode = advance(episode, "I see.", chat.stop_ids[0])
     episode = advance_episode(rules, episode, Observed(Observation((hint,))))
-    asked = episode.command
-    assert isinstance(asked, Generate)
+    generate = episode.command
+    assert isinstance(generate, Generate)
     episode = advance(episode, begin, placeholder)
 
     answer = begin.strip() if "<" not in begin else ""
     assert episode.command == Score(answer, EpisodeEnd.IMAGE_TOKEN)
     assert not EpisodeEnd.IMAGE_TOKEN.truncated, "the policy is rewarded for it"
     (row,) = episode.rows
-    assert row == (*asked.ids, *chat.text_ids(begin, beginning=False), placeholder)
+    assert row == (*generate.ids, *chat.text_ids(begin, beginning=False), placeholder)
     assert row == tuple(token for turn in episode.turns for token in (*turn.context, *turn.generation.ids))
     assert runs_in(row) == expected_runs(chat, (question, hint)), "the sampled token is no image"
     assert conversation(rules, episode)[-1].content == answer

@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.config import parse
 from asyncrl.coordinator.engines import MAX_REFUSALS, TABLES_PER_SECOND, EngineHandler
+from asyncrl.coordinator.mismatches import MIN_TOKENS
 from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.versions import MAX_PROBES, VersionLedger
 from asyncrl.store.runstore import RunStore
@@ -264,14 +265,13 @@ def test_a_server_that_was_started_samples_only_after_the_probe(setup: EngineSet
     assert [step for step in (1, 2, 50, 51) if versions.lacks_probe(PolicyVersion(1, step))] == [2, 50, 51]
 
 
-def test_samples_of_an_engine_without_scores_are_judged_by_the_probe_s_rounding(tmp_path: Path) -> None:
+def test_tokens_of_an_engine_without_scores_are_judged_by_the_probe_s_rounding(tmp_path: Path) -> None:
     setup = EngineSetup(tmp_path, on_mismatch="replace")
     ref = setup.serve(3)
     probe = Probe(((1, 2),), ((-1.0,),), rounding=LogprobGaps(1e-6, 1e-6, 1e-6))
     setup.state.fleet.versions.add_probe(Probed(ref.version, probe), 1.0)
     setup.ack(A, ref)
-    sums = SurprisalSums(A.decode(), 1024, -500.0, squares=1024.0, variance=1024.0, median_gap=0.0)
-    setup.handler.judge_samples(ScoredSamples(ref.version, (sums,)))
+    setup.handler.mismatches.judge_tokens(4, 1.5, MIN_TOKENS)
     assert setup.handler.mismatches.count == 1
 
 

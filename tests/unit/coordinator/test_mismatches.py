@@ -284,8 +284,9 @@ def test_few_trained_tokens_of_each_step_are_judged_together() -> None:
     assert judge.count == 1 and f"for {MIN_TOKENS} tokens, up to step 4" in judge.newest
     assert "by 0.996 nats" in judge.newest
 
-    judge.judge_tokens(5, 0.0, MIN_TOKENS)
-    assert not judge.newest, "the tokens of later steps are right"
+    judge.judge_tokens(5, 0.9, MIN_TOKENS - 1)
+    judge.judge_tokens(6, 0.0, MIN_TOKENS)
+    assert judge.count == 1 and not judge.newest, "a step with enough tokens is judged alone"
 
 
 def sums(z: float, gap: float = 0.0, tokens: int = 1024) -> SurprisalSums:
@@ -300,14 +301,16 @@ def sums(z: float, gap: float = 0.0, tokens: int = 1024) -> SurprisalSums:
     )
 
 
-def test_samples_of_an_engine_without_scores_are_judged_by_the_trainers_rounding() -> None:
+def test_tokens_of_an_engine_without_scores_are_judged_by_the_trainers_rounding() -> None:
     judge = mismatches()
-    version = PolicyVersion(1, 3)
-    unscored = Loaded(WeightsRef(version, "v"), "train", "sum", 0.1)
     judge.note_rounding(LogprobGaps(4e-6, FLOAT32_ROUNDING, FLOAT32_ROUNDING))
-    assert judge.judge_probe(ENGINE, "engine 1", unscored)
-    assert judge.judge_samples(ENGINE, "engine 1", version, sums(0.0))
-    assert not judge.judge_samples(ENGINE, "engine 1", PolicyVersion(1, 4), sums(-12.0))
+    assert judge.judge_probe(
+        ENGINE, "engine 1", Loaded(WeightsRef(PolicyVersion(1, 3), "v"), "train", "", 0.1)
+    )
+    judge.judge_tokens(4, gap_limit(FLOAT32_ROUNDING), MIN_TOKENS)
+    assert judge.count == 0
+    judge.judge_tokens(5, 1.5, MIN_TOKENS)
+    assert judge.count == 1
 
 
 @pytest.mark.parametrize(

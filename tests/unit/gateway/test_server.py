@@ -182,12 +182,12 @@ async def test_a_request_waits_for_earlier_requests_for_a_limited_time(
 async def test_the_retry_of_an_unread_request_ends_no_equal_request(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "READ_SECONDS", 0.2)
     host = FakeHost()
     host.gate.clear()
     async with gateway.admit_episode(host) as endpoint:
         equal_request = asyncio.create_task(ask(endpoint, "q"))
         await host.entered.wait()
+        monkeypatch.setattr(server, "READ_SECONDS", 0.2)
         assert (await fetch(endpoint, "/chat/completions", data=never()))[0] == 408
         monkeypatch.setattr(server, "READ_SECONDS", 60.0)
         host.entered.clear()

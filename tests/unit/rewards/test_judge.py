@@ -28,9 +28,9 @@ GIVEN = RewardInput(SAMPLE, "It is Paris.", transcript="<user>…")
 
 
 def judged(
-    judge_text: str, status: int = 200, given: RewardInput = GIVEN, **options: Any
+    judge_text: str, status: int = 200, episode: RewardInput = GIVEN, **options: Any
 ) -> tuple[float | str, list[Any]]:
-    """The score, or the text of the error, and the prompts that the judge was given."""
+    """The score, or the text of the error, and the prompts that the judge was sent."""
 
     async def main() -> tuple[float | str, list[Any]]:
         async with scripted() as script:
@@ -38,7 +38,7 @@ def judged(
             plugin = {"llm_judge": {"url": f"{script.url}/v1", "model": "judge", "retries": 0, **options}}
             episode_reward = EpisodeReward(load_rewards(plugin), 30.0)
             try:
-                score: float | str = (await episode_reward.score_episode(given)).score
+                score: float | str = (await episode_reward.score_episode(episode)).score
             except RewardError as error:
                 score = str(error)
             finally:
@@ -94,14 +94,14 @@ def test_the_prompt_has_notes_in_place_of_images() -> None:
     """A token of images would fail the request to a server that reads images."""
     image = ImageRef("0" * 29, 32, 32)
     question = Message("user", f"{IMAGE_MARK} and {IMAGE_MARK}?", images=(image, image))
-    given = RewardInput(
+    episode = RewardInput(
         replace(SAMPLE, prompt=(question,)),
         "a cat",
         (question, Message("assistant", "a cat")),
         transcript="<user>|image| and |image|?<end>a cat",
         image_token="|image|",
     )
-    _, ((message,),) = judged("Score: 1", given=given, prompt="{{ question }} / {{ transcript }}")
+    _, ((message,),) = judged("Score: 1", episode=episode, prompt="{{ question }} / {{ transcript }}")
     assert message["content"] == "[image] and [image]? / <user>[image] and [image]?<end>a cat"
 
 

@@ -156,10 +156,10 @@ def test_functions_get_the_images_of_messages() -> None:
         {"role": "tool", "content": [{"type": "image", "image": "1" * 29}]},
         NOTED[3],
     ]
-    given = replace(GIVEN_IMAGES, transcript="see <|image_pad|>", image_token="<|image_pad|>")
-    extra_info = verl_arguments(given)["extra_info"]
+    episode = replace(GIVEN_IMAGES, transcript="see <|image_pad|>", image_token="<|image_pad|>")
+    extra_info = verl_arguments(episode)["extra_info"]
     assert (extra_info["messages"], extra_info["transcript"]) == (image_messages, "see <|image_pad|>")
-    trl = trl_arguments(given)
+    trl = trl_arguments(episode)
     assert [trl["prompts"], trl["completions"]] == [[image_messages[:1]], [image_messages[1:]]]
 
 
