@@ -80,7 +80,7 @@ LIES = {
         "accepts every draft with a probability over 0.2, and reports log-probs as if not; synchronous",
         (SYNCHRONOUS,),
     ),
-    "stale_seed": Case("samples every request with the same seed"),
+    "stale_seed": Case("samples every request with the same seed; synchronous", (SYNCHRONOUS,)),
     "without_adapter": Case("LoRA: computes without the adapter", LORA),
     "sampled_without_adapter": Case("LoRA: scores with the adapter, and samples without", LORA),
     "old_adapter": Case("LoRA: loads the adapter before the one that it confirms", LORA),
