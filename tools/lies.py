@@ -36,7 +36,7 @@ HONEST_TOKENS = 1024  # sampled tokens of an honest run's engines that are teste
 
 LORA = ("model.lora_rank=8", "trainer.lr=1e-3")
 SGLANG = ("engine=sglang_cpu", "engine.servers=1", "rollout.slots=64", "launch.start_timeout=300")
-LARGE_BATCHES = "buffer.groups_per_batch=8"  # the trainer still holds a version when its samples arrive
+LARGE_BATCHES = "buffer.groups_per_batch=24"  # the trainer still holds a version when its samples arrive
 # The trainer waits for new episodes at each version: all samples are tested, and all trained tokens are of
 # the trained version.
 SYNCHRONOUS = "buffer.max_staleness=0"
