@@ -109,7 +109,7 @@ class Mismatches:
         self._sample_tests: dict[bytes, SurprisalTest] = {}
         self._sample_gaps: dict[bytes, SampleGap] = {}
         self._failed_versions: dict[bytes, PolicyVersion] = {}  # whose samples were reported as a mismatch
-        self._unjudged_tokens = 0.0  # trained since the last verdict on trained tokens
+        self._unjudged_tokens = 0.0  # of batches with too few tokens, since the last verdict on such
         self._unjudged_gap_sum = 0.0  # nats, over these tokens
         self._test_count = 0  # tests of samples that have begun
         self._independence_test_count = 0
@@ -263,29 +263,28 @@ class Mismatches:
         return self._act_on(peer, name, "independence", text)
 
     def judge_tokens(self, step: int, mean_gap: float, tokens: float) -> None:
-        """Judge the gap of a batch's tokens that the trained version itself has sampled, together with the
-        batches before if they had too few such tokens. No engine can be named, so that none is replaced."""
+        """Judge the gap of a batch's tokens that the trained version itself has sampled. Batches with too few
+        such tokens are judged together. No engine can be named, so that none is replaced."""
         if self._rounding is None or not tokens:
             return
 
-        if tokens >= MIN_TOKENS:  # judged alone, as fewer tokens before would change the mean
+        if tokens < MIN_TOKENS:
+            self._unjudged_tokens += tokens
+            self._unjudged_gap_sum += mean_gap * tokens
+            if self._unjudged_tokens < MIN_TOKENS:
+                return
+            tokens = self._unjudged_tokens
+            mean_gap = self._unjudged_gap_sum / tokens
             self._unjudged_tokens = self._unjudged_gap_sum = 0.0
-        self._unjudged_tokens += tokens
-        self._unjudged_gap_sum += mean_gap * tokens
-        if self._unjudged_tokens < MIN_TOKENS:
-            return
 
         self.needs_storing = True
-        judged_tokens = self._unjudged_tokens
-        mean_gap = self._unjudged_gap_sum / judged_tokens
-        self._unjudged_tokens = self._unjudged_gap_sum = 0.0
         largest_gap = gap_limit(self._at_temperature(self._rounding.mean))
         if mean_gap <= largest_gap:
             self._problems.pop(("", "tokens"), None)
             return
 
         text = (
-            f"the log-probs that engines reported for {judged_tokens:,.0f} tokens, up to step {step}, differ "
+            f"the log-probs that engines reported for {tokens:,.0f} tokens, up to step {step}, differ "
             f"from the trainer's by {mean_gap:.3g} nats on average; rounding explains at most "
             f"{largest_gap:.2g}"
         )

@@ -217,8 +217,7 @@ class _RunningEpisode:
     def note_unread(self, attempt: int) -> None:
         """Note that a try was not received or not decoded: the client may try again. A further try replaces
         the unread try before it."""
-        if self.unread_tries[attempt - 1] > 0:
-            self.unread_tries[attempt - 1] -= 1
+        self._take_unread(attempt - 1)
         self.unread_tries[attempt] += 1
         if len(self.unread_tries) > MAX_UNANSWERED:
             del self.unread_tries[next(iter(self.unread_tries))]
@@ -239,9 +238,13 @@ class _RunningEpisode:
         count = self.unanswered_tries.pop((agent_request, attempt), 0)
         if count > 1:
             self.unanswered_tries[agent_request, attempt] = count - 1
-        if count == 0 and self.unread_tries[attempt] > 0:
-            self.unread_tries[attempt] -= 1
-            return True
+        return count > 0 or self._take_unread(attempt)
+
+    def _take_unread(self, attempt: int) -> bool:
+        """Return whether a try of this number was not read, and count one less."""
+        count = self.unread_tries.pop(attempt, 0)
+        if count > 1:
+            self.unread_tries[attempt] = count - 1
         return count > 0
 
 
@@ -575,7 +578,7 @@ class Gateway:
         """Decode a request whose brackets and commas are counted before. ApiError, ImageError."""
         _check_parts(body)
         exchange = dialect.read(body, images)
-        # Large requests are decoded again, too: an agent with screenshots may send no small one.
+        # Large requests are decoded again, too, as an agent with screenshots may send no small ones.
         if self._can_log_fields:
             exchange.ignored_parts |= exchanges.ignored_fields(body, type(exchange.request))
         return exchange

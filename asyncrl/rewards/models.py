@@ -232,7 +232,15 @@ def _with_image_notes(episode: RewardInput) -> RewardInput:
 
     def noted(message: Message) -> Message:
         message = with_image_notes(message)
-        return msgspec.structs.replace(message, content=without_token(message.content))
+        return msgspec.structs.replace(
+            message,
+            content=without_token(message.content),
+            reasoning=without_token(message.reasoning),
+            tool_calls=tuple(
+                msgspec.structs.replace(call, arguments=without_token(call.arguments))
+                for call in message.tool_calls
+            ),
+        )
 
     return msgspec.structs.replace(
         episode,

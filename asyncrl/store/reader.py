@@ -119,7 +119,7 @@ class RunReader:
             try:
                 return self._segments.read_record(location)
             except StoreError as error:
-                # For lack of descriptors or memory, the record may be sound.
+                # The record may be sound if only descriptors or memory were lacking.
                 if location not in self.damaged_images and not lacks_resources(error):
                     log.warning("image %s: a stored file cannot be read: %s", digest, error)
                     self.damaged_images.add(location)

@@ -88,6 +88,7 @@ def png(image: PIL.Image.Image) -> bytes:
 # -- what episodes do ---------------------------------------------------------------------------------------
 
 
+@tool(blocking=True)
 class Figures:
     """The tool of `bytes` and `small`. With `texts`, the sample wants texts instead of images."""
 

@@ -12,10 +12,10 @@ texts instead, and the difference is what images cost: their files, and all that
 turns, references, frames of ZeroMQ, rows of the index). Ratios are to the bytes of the image files.
 
 `delays`: a task of the worker's loop sleeps a millisecond, and notes how late the loop wakes it, from the
-first finished episode to the last. Kinds: `text` (no images), `small`, and screenshots of 2,000 x 1,500
-pixels of a `tool`, of a tool in a `process`, of an `environment` and of an agent (`gateway`: four in each
-request, in base64, sent again with each request). Quantiles are over wake-ups; other work on the machine
-adds to them.
+first finished episode to the last. Kinds: `text` (no images), `small` (a tool draws them in threads), and
+screenshots of 2,000 x 1,500 pixels of a `tool`, of a tool in a `process`, of an `environment` and of an agent
+(`gateway`: four in each request, in base64, sent again with each request). Quantiles are over wake-ups; other
+work on the machine adds to them.
 """
 
 from __future__ import annotations

@@ -287,6 +287,8 @@ def test_few_trained_tokens_of_each_step_are_judged_together() -> None:
     judge.judge_tokens(5, 0.9, MIN_TOKENS - 1)
     judge.judge_tokens(6, 0.0, MIN_TOKENS)
     assert judge.count == 1 and not judge.newest, "a step with enough tokens is judged alone"
+    judge.judge_tokens(7, 0.0, 1)
+    assert judge.count == 2, "the tokens of step 5 were still to be judged"
 
 
 def sums(z: float, gap: float = 0.0, tokens: int = 1024) -> SurprisalSums:

@@ -213,6 +213,20 @@ async def test_all_unread_tries_of_a_request_count_once(
 
 
 @served
+async def test_unread_tries_are_bounded_and_none_that_is_over_displaces_another(gateway: Gateway) -> None:
+    async with gateway.admit_episode(FakeHost()) as endpoint:
+        running_episode = gateway.running_episodes[endpoint.api_key]
+        running_episode.note_unread(50)
+        for attempt in range(2 * server.MAX_UNANSWERED):  # of one request: each takes the place of the last
+            if attempt not in (50, 51):
+                running_episode.note_unread(attempt)
+        assert running_episode.unread_tries[50] == 1
+        for attempt in range(100, 100 + 4 * server.MAX_UNANSWERED, 2):
+            running_episode.note_unread(attempt)
+        assert running_episode.unread_tries.total() == server.MAX_UNANSWERED
+
+
+@served
 async def test_headers_are_refused_without_a_wait_for_slow_bodies(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:

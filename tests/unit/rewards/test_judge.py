@@ -96,13 +96,17 @@ def test_the_prompt_has_notes_in_place_of_images() -> None:
     question = Message("user", f"{IMAGE_MARK} and {IMAGE_MARK}?", images=(image, image))
     episode = RewardInput(
         replace(SAMPLE, prompt=(question,)),
-        "a cat",
-        (question, Message("assistant", "a cat")),
-        transcript="<user>|image| and |image|?<end>a cat",
+        "a |image|",
+        (question, Message("assistant", "a |image|")),
+        transcript="<user>|image| and |image|?<end>a |image|",
         image_token="|image|",
     )
-    _, ((message,),) = judged("Score: 1", episode=episode, prompt="{{ question }} / {{ transcript }}")
-    assert message["content"] == "[image] and [image]? / <user>[image] and [image]?<end>a cat"
+    _, ((message,),) = judged(
+        "Score: 1", episode=episode, prompt="{{ question }} / {{ transcript }} / {{ answer }}"
+    )
+    assert message["content"] == (
+        "[image] and [image]? / <user>[image] and [image]?<end>a [image] / a [image]"
+    )
 
 
 @pytest.mark.parametrize(

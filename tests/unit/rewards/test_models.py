@@ -17,8 +17,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.remote import scorer_url
 from asyncrl.rewards import RewardError, RewardInput, load_rewards
 from asyncrl.rewards.base import trl_arguments, verl_arguments
-from asyncrl.rewards.models import normalised_output
-from asyncrl.types import IMAGE_MARK, FailReason, ImageRef, Message, Sample
+from asyncrl.rewards.models import _conversation, normalised_output
+from asyncrl.types import IMAGE_MARK, FailReason, ImageRef, Message, Sample, ToolCall
 from asyncrl.vision.content import IMAGE_NOTE
 from tests.fakes.loop import settle
 from tests.fakes.servers import Servers, entry
@@ -36,6 +36,21 @@ GIVEN_IMAGES = RewardInput(
     Sample(0, "s", (QUESTION,), '"2"'),
     "2",
     (QUESTION, Message("assistant", "let me see"), LOOK, Message("assistant", "2")),
+)
+SPELLED_TOKEN = "<|image_pad|>"  # by the policy
+GIVEN_SPELLED_TOKENS = replace(
+    GIVEN_IMAGES,
+    answer=SPELLED_TOKEN,
+    messages=(
+        QUESTION,
+        Message(
+            "assistant",
+            SPELLED_TOKEN,
+            (ToolCall("look", f'{{"at": "{SPELLED_TOKEN}"}}'),),
+            reasoning=SPELLED_TOKEN,
+        ),
+    ),
+    image_token=SPELLED_TOKEN,
 )
 NOTED = [
     {"role": "user", "content": f"see {IMAGE_NOTE} + 1?"},
@@ -128,6 +143,14 @@ def test_a_classifier_reads_notes_in_place_of_images(
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([ids])).logits[0, 0].item()
     assert reward.function(GIVEN_IMAGES) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("scored_text", ["answer", "messages"])
+def test_a_token_of_images_that_the_policy_spells_becomes_a_note(scored_text: Any) -> None:
+    """The server would look for an image at the token."""
+    messages = json.dumps(_conversation(GIVEN_SPELLED_TOKENS, scored_text))
+    assert SPELLED_TOKEN not in messages
+    assert messages.count(IMAGE_NOTE) == (2 if scored_text == "answer" else 4)
 
 
 async def test_a_served_reward_model_reads_notes_in_place_of_images(tokenizer: Any) -> None:

@@ -13,7 +13,6 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -512,16 +511,29 @@ def test_an_image_that_cannot_be_opened_now_is_not_taken_for_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = RunStore(tmp_path)
-    store.put_image("0.0", 0, "d1", b"picture")
-    store.commit()
+    store._segments.segment_bytes = 1  # a record per segment
+    for number in range(5):
+        store.put_image(f"{number}.0", 0, "d1", b"picture")
+        store.put_frame(f"{number}.0", 0, "generated", b"turn")
+        store.commit()
+    newest = store.reader.image_location("d1")
+    assert newest is not None
+    read_record = SegmentReader.read_record
+    unopened = {newest}
 
-    def lack_files(*_: Any) -> bytes:
-        raise StoreError("cannot be read") from OSError(errno.EMFILE, "too many open files")
+    def read_opened(segments: SegmentReader, location: FrameLocation) -> bytes:
+        if location in unopened:
+            raise StoreError("cannot be read") from OSError(errno.EMFILE, "too many open files")
+        return read_record(segments, location)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(SegmentReader, "read_record", lack_files)
-        with pytest.raises(StoreError, match="cannot be read"):
-            store.reader.image_file("d1")
+    monkeypatch.setattr(SegmentReader, "read_record", read_opened)
+    assert store.reader.image_file("d1") == b"picture", "older copies can be opened"
+    location = newest
+    while location := store.reader.image_location("d1", before=location):
+        unopened.add(location)
+    with pytest.raises(StoreError, match="cannot be read"):
+        store.reader.image_file("d1")
+    unopened.clear()
     assert not store.reader.damaged_images and store.reader.image_file("d1") == b"picture"
     store.close()
 
