@@ -109,7 +109,7 @@ class Mismatches:
         self._sample_tests: dict[bytes, SurprisalTest] = {}
         self._sample_gaps: dict[bytes, SampleGap] = {}
         self._failed_versions: dict[bytes, PolicyVersion] = {}  # whose samples were reported as a mismatch
-        self._unjudged_tokens = 0.0  # of batches with too few tokens, since the last verdict on such
+        self._unjudged_tokens = 0.0  # of batches with too few tokens, since their last verdict
         self._unjudged_gap_sum = 0.0  # nats, over these tokens
         self._test_count = 0  # tests of samples that have begun
         self._independence_test_count = 0

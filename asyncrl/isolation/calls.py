@@ -191,37 +191,9 @@ def exits_raise() -> Iterator[None]:
 async def in_thread(function: Callable[[], Any], name: str) -> Any:
     """Call the function in a separate daemon thread: a function that never returns blocks neither a pool nor
     the end of the process. The function goes on running when this call is cancelled."""
-    # Threads are used again: the loop stands still while a thread starts, which takes many milliseconds when
-    # other threads compute.
-    try:
-        calls = _idle_threads.pop()
-    except IndexError:
-        calls = _start_thread()
-
     future: Future[Any] = Future()
-    own_context = contextvars.Context()  # nothing stays for the thread's next call
-    calls.put((name, partial(own_context.run, fulfil, future, function)))
+    threading.Thread(target=fulfil, args=(future, function), daemon=True, name=name).start()
     return await asyncio.wrap_future(future)
-
-
-_Calls = queue.SimpleQueue[tuple[str, Callable[[], None]]]  # a thread's calls, with their names
-_idle_threads: list[_Calls] = []
-os.register_at_fork(after_in_child=_idle_threads.clear)
-
-
-def _start_thread() -> _Calls:
-    calls: _Calls = queue.SimpleQueue()
-
-    def run_calls() -> None:
-        while True:
-            thread.name, call = calls.get()
-            call()
-            del call  # with the function's data
-            _idle_threads.append(calls)
-
-    thread = threading.Thread(target=run_calls, daemon=True)
-    thread.start()
-    return calls
 
 
 class OwnThread:

@@ -126,8 +126,9 @@ class Run:
         assert run_summary, f"no summary:\n{self.text()[-3000:]}\n{self.logs()}"
         return run_summary
 
-    def completed(self, steps: int) -> dict[str, Any]:
-        """The summary of a run that must have completed with everything accounted for."""
+    def completed(self, steps: int, *, honest_engine: bool = True) -> dict[str, Any]:
+        """The summary of a run that must have completed with everything accounted for. `honest_engine`: the
+        engine's log-probs are real, so that no mismatch may be reported."""
         code = self.wait()
         summary = self.summary()
         assert code == 0, f"{self.text()[-3000:]}\n{self.logs()}"
@@ -135,7 +136,8 @@ class Run:
         assert summary["conserved"], summary["flow"]
         flow = summary["flow"]
         assert flow["taken"] == flow["ready"] == flow["in_flight"] == 0
-        assert self.rows()[-1]["weights/mismatches"] == 0, "an honest engine was called a liar"
+        if honest_engine:
+            assert self.rows()[-1]["weights/mismatches"] == 0, "an honest engine was called a liar"
         assert "was left open" not in self.logs(), "a process waited for a socket that it had not closed"
         return summary
 

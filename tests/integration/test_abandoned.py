@@ -138,7 +138,7 @@ def test_every_token_that_was_sampled_is_delivered_or_abandoned(
         run.until(lambda: len(notes(tmp_path, "heard")) > heard + SLOTS, "turns that another one has stored")
         run.until(lambda: under_way("rollout-1"), "conversations of rollout-1")
         kill("rollout-1")
-        summary = run.completed(5)
+        summary = run.completed(5, honest_engine=agent is forgetful)
         assert not weights_directory("shm", run.path, run.path.name, 0).exists()
     assert "a request failed" not in run.logs() and "Traceback" not in run.logs()
     _, alive = psutil.wait_procs(seen, timeout=10)

@@ -13,7 +13,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ import pytest
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import UserCodeError
 from asyncrl.isolation import calls
-from asyncrl.isolation.calls import LoopThread, call_user, call_without_deadline, in_thread, to_its_end
+from asyncrl.isolation.calls import LoopThread, call_user, call_without_deadline, to_its_end
 from asyncrl.rollout import worker
 from asyncrl.wire.sockets import Endpoints
 
@@ -150,50 +149,6 @@ def test_a_worker_is_such_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(SystemExit, match=r"os._exit\(7\)"):
         worker.run(config, Endpoints("", ""), 0, "")
-
-
-async def wait_for_idle_thread() -> None:
-    async with asyncio.timeout(10):
-        while not calls._idle_threads:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-
-
-def test_threads_are_used_again_when_their_call_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With nothing left of the call before; a call that does not end keeps only its own thread."""
-    monkeypatch.setattr(calls, "_idle_threads", [])
-    variable = ContextVar("variable", default=0)
-    released = threading.Event()
-
-    def set_variable() -> tuple[int, threading.Thread, str]:
-        earlier_value = variable.get()
-        variable.set(1)
-        thread = threading.current_thread()
-        return earlier_value, thread, thread.name
-
-    async def main() -> None:
-        hanging_call = asyncio.create_task(in_thread(released.wait, "hanging"))
-        await asyncio.sleep(0)  # it has its thread now
-        first_value, first_thread, first_name = await in_thread(set_variable, "first")
-        await wait_for_idle_thread()
-        second_value, second_thread, second_name = await in_thread(set_variable, "second")
-        assert (first_value, second_value) == (0, 0)
-        assert (first_name, second_name) == ("first", "second")
-        assert first_thread is second_thread and not hanging_call.done()
-        released.set()
-        await hanging_call
-
-    asyncio.run(main())
-
-
-def test_a_forked_process_uses_no_thread_of_its_parent() -> None:
-    async def main() -> None:
-        await in_thread(int, "parent")
-        await wait_for_idle_thread()
-
-    asyncio.run(main())
-    if (pid := os.fork()) == 0:
-        os._exit(len(calls._idle_threads))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_the_data_of_a_failed_call_leave_memory_at_once() -> None:
