@@ -12,7 +12,13 @@ from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.vision.layout import ImageLayout, is_vision_model, read_image_layout, read_processor
+from asyncrl.vision.layout import (
+    ImageLayout,
+    difference_of_servers,
+    is_vision_model,
+    read_image_layout,
+    read_processor,
+)
 from asyncrl.weights.checkpoint_match import frozen_shapes
 
 # Settings of an image processor that decide on the pixels of an image of the final size.
@@ -56,11 +62,10 @@ def check_images(config: RunConfig) -> None:
     and the models' files alone. ConfigError names the key that is in the way."""
     model_path = config.model.path
     layout = read_image_layout(model_path)
-    if config.engine.remote and layout.scaling != "qwen":
+    difference = difference_of_servers(model_path, layout)
+    if config.engine.remote and difference:
         raise ConfigError(
-            f"engine: for {model_path}, SGLang servers tokenize prompts with images again, perhaps into "
-            "other tokens than the trainer's; use the embedded engine (engine=torch), or a model of the "
-            "Qwen family"
+            f"engine: for {model_path}, {difference}; use the embedded engine (engine=torch) or another model"
         )
     if not config.total_steps:
         return
@@ -77,10 +82,9 @@ def check_images(config: RunConfig) -> None:
         )
 
     for name in config.scorers:
-        if name != "reward" and layout.scaling != "qwen" and name not in config.scorers_lent:
+        if name != "reward" and difference and name not in config.scorers_lent:
             raise ConfigError(
-                f"scorers.{name}: for {model_path}, SGLang servers tokenize prompts with images again; set "
-                "kl.reference to a path instead"
+                f"scorers.{name}: for {model_path}, {difference}; set kl.reference to a path instead"
             )
     for key, path in _other_models(config).items():
         if _pixel_layout(path) != _pixel_layout(model_path):

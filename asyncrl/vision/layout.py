@@ -63,6 +63,7 @@ REFUSALS = {
     "internvl": "an image is cut into tiles",
     "mllama": "images are read by cross attention",
 }
+SERVED_ROPE_THETA = 10_000.0  # of vision towers in SGLang, whatever config.json says
 MAX_SCALINGS = 10  # until a size does not change any more
 MAX_ASPECT_RATIO = 200  # longer side to shorter side
 
@@ -203,6 +204,25 @@ def is_vision_model(model_directory: str) -> bool:
     with suppress(ConfigError):
         return "vision_config" in _read_object(Path(model_directory) / "config.json")
     return False
+
+
+def difference_of_servers(model_directory: str, layout: ImageLayout) -> str:
+    """Return what SGLang servers do otherwise than the trainer when the model in a directory reads images;
+    "" for nothing."""
+    if layout.scaling != "qwen":
+        return (
+            "SGLang servers tokenize prompts with images again, perhaps into other tokens than the trainer's"
+        )
+
+    vision_config = _read_object(Path(model_directory) / "config.json")["vision_config"]
+    rope_parameters = vision_config.get("rope_parameters") or {}
+    rope_theta = rope_parameters.get("rope_theta", SERVED_ROPE_THETA)
+    if rope_theta != SERVED_ROPE_THETA:
+        return (
+            f"SGLang servers compute the vision tower with rope_theta={SERVED_ROPE_THETA:g}, but "
+            f"vision_config in config.json has {rope_theta:g}"
+        )
+    return ""
 
 
 def read_image_layout(model_directory: str) -> ImageLayout:

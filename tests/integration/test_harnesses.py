@@ -65,7 +65,7 @@ CLIENTS = {
     "mini_swe_agent": Client(
         f"{sys.prefix}/bin/mini",
         ("bash", "command"),
-        "all done" + call("bash", json.dumps({"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})),
+        end="all done" + call("bash", json.dumps({"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})),
         end_calls=1,
     ),
 }
@@ -75,7 +75,9 @@ every_client = pytest.mark.parametrize(
 
 
 def agent_of(name: str, **options: Any) -> Command:
-    agent = load_agent({name: {"program": str(harness(CLIENTS[name].program)), **options}})
+    program = str(harness(CLIENTS[name].program))
+    # A program in Python may import for a minute when other tests have the processors.
+    agent = load_agent({name: {"program": program, "setup_seconds": 300, **options}})
     assert isinstance(agent, Command) and agent.sandbox == "jail"
     return agent
 

@@ -17,7 +17,7 @@ from typing import Any
 from asyncrl.engines.base import EngineRefused
 from asyncrl.errors import ConfigError
 from asyncrl.vision.image_ids import collapse_runs, find_whole_runs
-from asyncrl.vision.layout import ImageLayout, layout_or_refusal, read_image_layout
+from asyncrl.vision.layout import ImageLayout, difference_of_servers, layout_or_refusal, read_image_layout
 
 
 class PromptWriter:
@@ -66,13 +66,10 @@ class PromptWriter:
 
 def read_served_layout(model_directory: str) -> ImageLayout:
     """Return how SGLang servers of the model in a directory read images. ConfigError as `read_image_layout`,
-    and for a family whose prompts with images servers tokenize again."""
+    and for a model whose images servers read otherwise than the trainer."""
     layout = read_image_layout(model_directory)
-    if layout.scaling != "qwen":
-        raise ConfigError(
-            f"{model_directory}: SGLang servers tokenize prompts with images again, perhaps into other "
-            "tokens than the trainer's; use a model of the Qwen family"
-        )
+    if difference := difference_of_servers(model_directory, layout):
+        raise ConfigError(f"{model_directory}: {difference}; use another model")
     return layout
 
 

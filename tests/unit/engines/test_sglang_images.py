@@ -7,17 +7,21 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from asyncrl.config import parse
 from asyncrl.engines.base import EngineRefused, Request
 from asyncrl.engines.sglang import transport
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.engines.sglang.images import TEXT_ONLY, PromptWriter
+from asyncrl.episodes.image_checks import check_images
+from asyncrl.errors import ConfigError
 from asyncrl.vision.files import image_digest
 from asyncrl.vision.image_ids import image_ids
 from asyncrl.vision.layout import ImageLayout
@@ -204,6 +208,28 @@ def test_images_of_families_whose_prompts_servers_tokenize_again_are_refused(tmp
     assert glm_writer.write_prompt((5, 6), FILES) == {"input_ids": (5, 6)}
     with pytest.raises(EngineRefused, match=r"the prompt has images: .* tokenize prompts with images again"):
         glm_writer.write_prompt(ids, FILES)
+
+
+def test_a_vision_tower_that_servers_compute_with_another_rotary_base_is_refused(tmp_path: Path) -> None:
+    rope_parameters = {"rope_type": "axial", "rope_theta": 10_000.0}
+    model_config: dict[str, Any] = {
+        "model_type": "qwen3_vl",
+        "vision_config": {"rope_parameters": rope_parameters},
+        "image_token_id": PLACEHOLDER,
+    }
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(model_config))
+    write_image_processor(tmp_path)
+    model_options = {"model": {"path": str(tmp_path)}, "data": {"train": "none"}}
+    config = parse(model_options | {"name": "run", "engine": {"name": "sglang"}, "total_steps": 0})
+    check_images(config)
+
+    rope_parameters["rope_theta"] = 10.0
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(model_config))
+    complaint = r"vision tower with rope_theta=10000, but vision_config in config.json has 10"
+    with pytest.raises(ConfigError, match=complaint):
+        check_images(config)
+    with pytest.raises(EngineRefused, match=complaint):
+        PromptWriter.of_model(str(tmp_path)).write_prompt((5, *PNG_IDS, 6), FILES)
 
 
 async def test_a_scorer_reads_turns_behind_images() -> None:
