@@ -62,8 +62,7 @@ def check_images(config: RunConfig) -> None:
     and the models' files alone. ConfigError names the key that is in the way."""
     model_path = config.model.path
     layout = read_image_layout(model_path)
-    difference = difference_of_servers(model_path, layout)
-    if config.engine.remote and difference:
+    if config.engine.remote and (difference := difference_of_servers(model_path, layout)):
         raise ConfigError(
             f"engine: for {model_path}, {difference}; use the embedded engine (engine=torch) or another model"
         )
@@ -81,10 +80,14 @@ def check_images(config: RunConfig) -> None:
             "no images; set it to the class of the whole model, or remove the images from the data"
         )
 
-    for name in config.scorers:
-        if name != "reward" and difference and name not in config.scorers_lent:
+    for name, scorer in config.scorers.items():
+        if name == "reward" or name in config.scorers_lent:
+            continue
+        # A scorer on another machine reads images as the policy's family does.
+        scorer_path = scorer.path if (Path(scorer.path) / "config.json").is_file() else model_path
+        if difference := difference_of_servers(scorer_path, read_image_layout(scorer_path)):
             raise ConfigError(
-                f"scorers.{name}: for {model_path}, {difference}; set kl.reference to a path instead"
+                f"scorers.{name}: for {scorer_path}, {difference}; set kl.reference to a path instead"
             )
     for key, path in _other_models(config).items():
         if _pixel_layout(path) != _pixel_layout(model_path):

@@ -19,7 +19,7 @@ import msgspec
 
 from asyncrl.environments import Environment
 from asyncrl.errors import describe, users_code
-from asyncrl.isolation.calls import CallTimeout, call_user, to_its_end
+from asyncrl.isolation.calls import CallTimeout, call_user, in_thread
 from asyncrl.rollout.episode_runner import EnvironmentFailed
 from asyncrl.runtime.activity import Waits
 from asyncrl.tools.toolbox import AddImage
@@ -145,7 +145,7 @@ class EpisodeEnvironment:
         content = Content(message.content)
         if not isinstance(message.content, str):
             read_call = partial(read_content, message.content, self._image_layout)
-            content = await to_its_end(read_call)
+            content = await in_thread(read_call, "image")
 
         return Message(
             _checked_name("role", message.role),

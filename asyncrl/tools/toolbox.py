@@ -22,7 +22,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from asyncrl.errors import ProtocolError, SetupError, describe, one_line, reason, recorded, users_code
-from asyncrl.isolation.calls import call_user, call_without_deadline, in_thread, to_its_end
+from asyncrl.isolation.calls import call_user, call_without_deadline, in_thread
 from asyncrl.registry import select_columns
 from asyncrl.tools.base import (
     Tool,
@@ -491,7 +491,7 @@ async def _read_result(result: Any, layout: ImageLayout | None) -> ToolAnswer:
     """Return the answer for a tool's result. Images are decoded in a thread."""
     if layout is None or not returns_images(result):
         return read_answer(result, layout)
-    answer: ToolAnswer = await to_its_end(partial(read_answer, result, layout))
+    answer: ToolAnswer = await in_thread(partial(read_answer, result, layout), "image")
     return answer
 
 

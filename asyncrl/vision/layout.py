@@ -207,7 +207,7 @@ def is_vision_model(model_directory: str) -> bool:
 
 
 def difference_of_servers(model_directory: str, layout: ImageLayout) -> str:
-    """Return what SGLang servers do otherwise than the trainer when the model in a directory reads images;
+    """Return what SGLang servers do differently from the trainer when the model in a directory reads images;
     "" for nothing."""
     if layout.scaling != "qwen":
         return (
@@ -215,12 +215,12 @@ def difference_of_servers(model_directory: str, layout: ImageLayout) -> str:
         )
 
     vision_config = _read_object(Path(model_directory) / "config.json")["vision_config"]
-    rope_parameters = vision_config.get("rope_parameters") or {}
-    rope_theta = rope_parameters.get("rope_theta", SERVED_ROPE_THETA)
+    rope_parameters = vision_config.get("rope_scaling") or vision_config.get("rope_parameters") or {}
+    rope_theta = rope_parameters.get("rope_theta") or vision_config.get("rope_theta") or SERVED_ROPE_THETA
     if rope_theta != SERVED_ROPE_THETA:
         return (
             f"SGLang servers compute the vision tower with rope_theta={SERVED_ROPE_THETA:g}, but "
-            f"vision_config in config.json has {rope_theta:g}"
+            f"vision_config in config.json has {rope_theta}"
         )
     return ""
 

@@ -66,7 +66,7 @@ class PromptWriter:
 
 def read_served_layout(model_directory: str) -> ImageLayout:
     """Return how SGLang servers of the model in a directory read images. ConfigError as `read_image_layout`,
-    and for a model whose images servers read otherwise than the trainer."""
+    and for a model whose images servers read differently from the trainer."""
     layout = read_image_layout(model_directory)
     if difference := difference_of_servers(model_directory, layout):
         raise ConfigError(f"{model_directory}: {difference}; use another model")

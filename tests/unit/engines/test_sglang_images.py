@@ -210,26 +210,35 @@ def test_images_of_families_whose_prompts_servers_tokenize_again_are_refused(tmp
         glm_writer.write_prompt(ids, FILES)
 
 
-def test_a_vision_tower_that_servers_compute_with_another_rotary_base_is_refused(tmp_path: Path) -> None:
-    rope_parameters = {"rope_type": "axial", "rope_theta": 10_000.0}
-    model_config: dict[str, Any] = {
-        "model_type": "qwen3_vl",
-        "vision_config": {"rope_parameters": rope_parameters},
-        "image_token_id": PLACEHOLDER,
-    }
+@pytest.mark.parametrize(
+    ("vision_config", "is_refused"),
+    [
+        ({}, False),
+        ({"rope_parameters": {"rope_type": "axial", "rope_theta": 10_000.0}}, False),
+        ({"rope_parameters": {"rope_type": "axial", "rope_theta": 10.0}}, True),
+        ({"rope_parameters": {"rope_type": "axial"}, "rope_theta": 10.0}, True),
+        ({"rope_scaling": {"rope_type": "axial", "rope_theta": 10.0}}, True),
+    ],
+)
+def test_a_vision_tower_that_servers_compute_with_another_rotary_base_is_refused(
+    tmp_path: Path, vision_config: dict[str, Any], is_refused: bool
+) -> None:
+    model_config = {"model_type": "qwen3_vl", "vision_config": vision_config, "image_token_id": PLACEHOLDER}
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(model_config))
     write_image_processor(tmp_path)
-    model_options = {"model": {"path": str(tmp_path)}, "data": {"train": "none"}}
-    config = parse(model_options | {"name": "run", "engine": {"name": "sglang"}, "total_steps": 0})
-    check_images(config)
+    run_options = {"name": "run", "engine": {"name": "sglang"}, "data": {"train": "none"}, "total_steps": 0}
+    config = parse(run_options | {"model": {"path": str(tmp_path)}})
+    writer = PromptWriter.of_model(str(tmp_path))
+    if not is_refused:
+        check_images(config)
+        assert writer.write_prompt((5, *PNG_IDS, 6), FILES)["image_data"] == [FILES[PNG_DIGEST]]
+        return
 
-    rope_parameters["rope_theta"] = 10.0
-    (tmp_path / "config.json").write_bytes(msgspec.json.encode(model_config))
     complaint = r"vision tower with rope_theta=10000, but vision_config in config.json has 10"
     with pytest.raises(ConfigError, match=complaint):
         check_images(config)
     with pytest.raises(EngineRefused, match=complaint):
-        PromptWriter.of_model(str(tmp_path)).write_prompt((5, *PNG_IDS, 6), FILES)
+        writer.write_prompt((5, *PNG_IDS, 6), FILES)
 
 
 async def test_a_scorer_reads_turns_behind_images() -> None:
