@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-from asyncrl.errors import AsyncrlError, fulfil, users_code, waits_noted
+from asyncrl.errors import AsyncrlError, UserCodeError, fulfil, one_line, users_code, waits_noted
 
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.worker")
@@ -47,8 +47,11 @@ async def to_its_end(function: Callable[[], T], executor: Executor | None = None
     also waits for the function's end. Everything that the function raises arrives as an Exception."""
 
     def call() -> T:
-        with users_code():
-            return function()
+        try:
+            with users_code():
+                return function()
+        except StopIteration as problem:  # a future cannot carry it: the caller would wait forever
+            raise UserCodeError(one_line(problem)) from problem
 
     context = contextvars.copy_context()
     result_future = asyncio.get_running_loop().run_in_executor(executor, context.run, call)

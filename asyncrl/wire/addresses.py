@@ -17,11 +17,14 @@ import os
 import resource
 import socket
 import struct
+from collections import deque
 from contextlib import ExitStack, suppress
 
 from asyncrl.errors import ConfigError
 
 EVERY_ADDRESS = "0.0.0.0"
+MAX_RESERVED = 16  # ports
+_reserved_sockets: deque[socket.socket] = deque()  # bound, not listening
 
 
 def own_address() -> str:
@@ -136,17 +139,26 @@ class Listeners:
 
 
 def free_ports(host: str, port: int, count: int) -> list[int]:
-    """Return ports on `host`, from `port` on, or free ports for 0. ConfigError if a port is taken."""
+    """Return ports on `host`, from `port` on, or free ports for 0. ConfigError if a port is taken.
+
+    This process keeps its MAX_RESERVED last ports bound: until the coordinator listens on one, and between
+    two starts of the coordinator, the kernel assigns it to nobody else.
+    """
     with ExitStack() as stack:
-        probe_sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for offset, probe_socket in enumerate(probe_sockets):
-            probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for offset, reserved_socket in enumerate(sockets):
+            reserved_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the listener sets it, too
             try:
-                probe_socket.bind((host, port + offset if port else 0))
+                reserved_socket.bind((host, port + offset if port else 0))
             except OSError as error:
                 raise ConfigError(
                     f"launch.host={host} launch.port={port}: cannot bind ({error.strerror}); "
                     "stop the process that uses the port, or set launch.port=0 for a free port"
                 ) from None
+        stack.pop_all()
 
-        return [probe_socket.getsockname()[1] for probe_socket in probe_sockets]
+    _reserved_sockets.extend(sockets)
+    while len(_reserved_sockets) > MAX_RESERVED:
+        _reserved_sockets.popleft().close()
+
+    return [reserved_socket.getsockname()[1] for reserved_socket in sockets]

@@ -176,3 +176,14 @@ def test_the_data_of_a_failed_call_leave_memory_at_once() -> None:
         asyncio.run(main())
     finally:
         gc.enable()
+
+
+def test_a_stop_iteration_reaches_the_caller() -> None:
+    """As another error: asyncio's futures refuse it, and the caller would wait forever."""
+
+    async def main() -> None:
+        async with asyncio.timeout(10):
+            await to_its_end(partial(next, iter(())))
+
+    with pytest.raises(UserCodeError, match="StopIteration"):
+        asyncio.run(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import queue
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -18,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from asyncrl.errors import ProtocolError
 from asyncrl.wire import sockets
-from asyncrl.wire.addresses import bind_address, own_address
+from asyncrl.wire.addresses import MAX_RESERVED, bind_address, free_ports, own_address
 from asyncrl.wire.messages.channels import ToCoordinatorControl, ToObserver, ToWorkerBulk
 from asyncrl.wire.messages.shared import Attempt, ObserverHello, Stop, WireMessage
 from asyncrl.wire.messages.trainer import Checkpointed, Commit, PlanRequest, TrainerHello
@@ -229,6 +230,26 @@ def test_a_key_that_is_taken_back_is_heard_no_more(visitors: Visitors) -> None:
     del visitors.gate.role_by_key[visitors.endpoints.keys["observer"].public]
     socket.send_multipart(GOOD)
     assert visitors.receive() is None and visitors.hub.refused_count == 1
+
+
+def test_nobody_else_takes_a_port_before_the_coordinator_listens_on_it() -> None:
+    endpoints = choose_endpoints("127.0.0.1", 0)
+    port = int(endpoints.control.rpartition(":")[2])
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("127.0.0.1", port))
+
+    gate = Gate(endpoints)
+    hub = Hub(endpoints.control, ToCoordinatorControl, gate)
+    with socket.create_connection(("127.0.0.1", port), 10):
+        hub.close()
+        gate.close()
+
+
+def test_a_process_reserves_few_ports() -> None:
+    first, *_ = free_ports("127.0.0.1", 0, 1)
+    free_ports("127.0.0.1", 0, MAX_RESERVED)
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", first))
 
 
 def test_a_role_is_given_no_other_secret() -> None:
