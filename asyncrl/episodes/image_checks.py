@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, ScorerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.vision.layout import (
     ImageLayout,
@@ -83,11 +83,13 @@ def check_images(config: RunConfig) -> None:
     for name, scorer in config.scorers.items():
         if name == "reward" or name in config.scorers_lent:
             continue
-        # A scorer on another machine reads images as the policy's family does.
-        scorer_path = scorer.path if (Path(scorer.path) / "config.json").is_file() else model_path
+        # A scorer on another machine is taken for a model like the policy.
+        own_path = _local_path(scorer)
+        scorer_path = own_path or model_path
         if difference := difference_of_servers(scorer_path, read_image_layout(scorer_path)):
             raise ConfigError(
-                f"scorers.{name}: for {scorer_path}, {difference}; set kl.reference to a path instead"
+                f"scorers.{name}: for {own_path or f'a model like {model_path}'}, {difference}; set "
+                "kl.reference to a path instead"
             )
     for key, path in _other_models(config).items():
         if _pixel_layout(path) != _pixel_layout(model_path):
@@ -102,9 +104,14 @@ def _other_models(config: RunConfig) -> dict[str, str]:
     machines only, and are then compared with each request."""
     paths = {"kl.reference": config.kl.reference, "critic.path": config.critic.path}
     for name, scorer in config.scorers.items():
-        if name != "reward" and (Path(scorer.path) / "config.json").is_file():  # a reward model reads text
-            paths[f"scorers.{name}.path"] = scorer.path
+        if name != "reward":  # a reward model reads text
+            paths[f"scorers.{name}.path"] = _local_path(scorer)
     return {key: path for key, path in paths.items() if path}
+
+
+def _local_path(scorer: ScorerConfig) -> str:
+    """Return the directory of the scorer's model if it is on this machine; '' otherwise."""
+    return scorer.path if scorer.path and (Path(scorer.path) / "config.json").is_file() else ""
 
 
 def _pixel_layout(path: str) -> tuple[Any, ...]:

@@ -29,8 +29,7 @@ from asyncrl.observe.machine import list_gpus
 from asyncrl.runtime.process import quick_imports
 from asyncrl.weights.model_files import read_json
 from asyncrl.weights.trained_tensors import published_bytes
-from asyncrl.wire.addresses import EVERY_ADDRESS, SPARE_DESCRIPTORS, free_ports, own_address
-from asyncrl.wire.sockets import choose_endpoints
+from asyncrl.wire.addresses import EVERY_ADDRESS, SPARE_DESCRIPTORS, own_address, reserve_ports
 
 # Freeing a BytesIO crashes in Python versions from the first, up to but without the second.
 CRASHING_PYTHONS = (
@@ -177,7 +176,8 @@ def check_sglang(inputs: Inputs) -> Iterator[Note]:
 @preflight_check("ports")
 def check_ports(inputs: Inputs) -> Iterator[Note]:
     launch = inputs.config.launch
-    choose_endpoints(launch.host, launch.port)
+    for reserved_socket in reserve_ports(launch.host, launch.port, 3):
+        reserved_socket.close()
     ports_text = f"{launch.port} to {launch.port + 2}" if launch.port else "free ports (launch.port=0)"
     yield ok(f"{ports_text} on {launch.host} are available")
 
@@ -191,11 +191,12 @@ def check_loopback(inputs: Inputs) -> Iterator[Note]:
     text = f"launch.host: this machine cannot reach itself at {address}"
     advice = "bring its loopback interface up: ip link set lo up"
 
-    (port,) = free_ports(address, 0, 1)
+    (reserved_socket,) = reserve_ports(address, 0, 1)
     with (
+        reserved_socket,
         ConfigError.instead_of(OSError, text=text, advice=advice),
-        socket.create_server((address, port)),
-        socket.create_connection((address, port), timeout=DIAL_TIMEOUT),
+        socket.create_server(reserved_socket.getsockname()),
+        socket.create_connection(reserved_socket.getsockname(), timeout=DIAL_TIMEOUT),
     ):
         yield ok(f"this machine reaches itself at {address}")
 

@@ -34,6 +34,7 @@ from asyncrl.launch.nodes import Node, NodeAssignment, check_shared_resources, n
 from asyncrl.launch.placement import PlannedProcess, Unit, plan_units
 from asyncrl.launch.process import BAD_INPUT, LocalSpawner, ProcessSpec, log_path
 from asyncrl.launch.run_directory import run_directory
+from asyncrl.wire.addresses import EVERY_ADDRESS, hold_ports, reserve_port
 from asyncrl.wire.sockets import Endpoints
 
 log = logging.getLogger("asyncrl.launch")
@@ -207,9 +208,9 @@ class RaySpawner:
         """Return the URL of a free port of this machine, on which rank 0 runs; '' for a single process."""
         if len(unit.processes) == 1:
             return ""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+        reserved_socket = reserve_port(EVERY_ADDRESS)
+        hold_ports([reserved_socket])
+        return f"tcp://{ray.util.get_node_ip_address()}:{reserved_socket.getsockname()[1]}"
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import asyncio
 import math
 import os
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -216,39 +216,26 @@ def normalised_output(values: Sequence[float], label: int, normalise: Normalise)
 
 
 def _conversation(episode: RewardInput, scored_text: ScoredText) -> list[dict[str, Any]]:
-    episode = _with_image_notes(episode)
-    prompt_and_answer = (*episode.sample.prompt, Message("assistant", episode.answer))
+    messages = episode.messages
+    if scored_text == "answer":
+        messages = (*episode.sample.prompt, Message("assistant", episode.answer))
     return [
-        message.openai() for message in (prompt_and_answer if scored_text == "answer" else episode.messages)
+        _without_image_token(with_image_notes(message).openai(), episode.image_token) for message in messages
     ]
 
 
-def _with_image_notes(episode: RewardInput) -> RewardInput:
-    """Return the episode as models read it here: with IMAGE_NOTE in the place of each image."""
-
-    def without_token(text: str) -> str:
-        # A server that reads images would look for an image at this token, which a policy can spell, too.
-        return text.replace(episode.image_token, IMAGE_NOTE) if episode.image_token else text
-
-    def noted(message: Message) -> Message:
-        message = with_image_notes(message)
-        return msgspec.structs.replace(
-            message,
-            content=without_token(message.content),
-            reasoning=without_token(message.reasoning),
-            tool_calls=tuple(
-                msgspec.structs.replace(call, arguments=without_token(call.arguments))
-                for call in message.tool_calls
-            ),
-        )
-
-    return msgspec.structs.replace(
-        episode,
-        sample=msgspec.structs.replace(episode.sample, prompt=tuple(map(noted, episode.sample.prompt))),
-        messages=tuple(map(noted, episode.messages)),
-        answer=without_token(episode.answer),
-        transcript=without_token(episode.transcript),
-    )
+def _without_image_token(value: Any, image_token: str) -> Any:
+    """Return a text, or JSON with texts, with IMAGE_NOTE in the place of each image token, which a policy can
+    spell, too: a server that reads images would look for an image there."""
+    if not image_token:
+        return value
+    if isinstance(value, str):
+        return value.replace(image_token, IMAGE_NOTE)
+    if isinstance(value, Mapping):
+        return {key: _without_image_token(part, image_token) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_image_token(part, image_token) for part in value]
+    return value
 
 
 def _existing_directory(option: str, path: str) -> str:
@@ -314,16 +301,16 @@ class LLMJudge:
 
 def prompt_variables(episode: RewardInput) -> dict[str, Any]:
     """Return the variables of a judge's prompt, except `scale`."""
-    episode = _with_image_notes(episode)
-    questions = [message.content for message in episode.sample.prompt if message.role == "user"]
-    return {
-        "question": questions[-1] if questions else "",
+    questions = [message for message in episode.sample.prompt if message.role == "user"]
+    variables = {
+        "question": with_image_notes(questions[-1]).content if questions else "",
         "answer": episode.answer,
         "ground_truth": episode.sample.ground_truth,
         "transcript": episode.transcript,
         "extra_info": episode.sample.extra_info,
         "data_source": episode.sample.data_source,
     }
+    return {name: _without_image_token(value, episode.image_token) for name, value in variables.items()}
 
 
 def _load_template(prompt: str) -> Any:

@@ -18,13 +18,14 @@ import resource
 import socket
 import struct
 from collections import deque
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 
 from asyncrl.errors import ConfigError
 
 EVERY_ADDRESS = "0.0.0.0"
-MAX_RESERVED = 16  # ports
-_reserved_sockets: deque[socket.socket] = deque()  # bound, not listening
+MAX_HELD_PORTS = 16
+_held_ports: deque[socket.socket] = deque()
 
 
 def own_address() -> str:
@@ -138,27 +139,45 @@ class Listeners:
         return max(WATCH_INTERVAL[0], min(WATCH_INTERVAL[1], free_descriptors // MAX_ACCEPT_RATE))
 
 
-def free_ports(host: str, port: int, count: int) -> list[int]:
-    """Return ports on `host`, from `port` on, or free ports for 0. ConfigError if a port is taken.
+def reserve_port(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that is bound to a port, or to a free port for 0, and does not listen. OSError: the
+    port is taken.
 
-    This process keeps its MAX_RESERVED last ports bound: until the coordinator listens on one, and between
-    two starts of the coordinator, the kernel assigns it to nobody else.
+    Until the socket is closed, the kernel gives the port to nobody who asks for any free port, but a server
+    that asks for this port with SO_REUSEADDR may listen there. Servers take up to minutes to start, long
+    enough for another process to get a port that is only free.
     """
+    reserved_socket = socket.socket()
+    try:
+        reserved_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved_socket.bind((host, port))
+    except OSError:
+        reserved_socket.close()
+        raise
+    return reserved_socket
+
+
+def reserve_ports(host: str, port: int, count: int) -> list[socket.socket]:
+    """Reserve ports on `host`, from `port` on, or free ports for 0. ConfigError if a port is taken."""
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for offset, reserved_socket in enumerate(sockets):
-            reserved_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the listener sets it, too
+        reserved_sockets = []
+        for offset in range(count):
             try:
-                reserved_socket.bind((host, port + offset if port else 0))
+                reserved_socket = reserve_port(host, port + offset if port else 0)
             except OSError as error:
                 raise ConfigError(
                     f"launch.host={host} launch.port={port}: cannot bind ({error.strerror}); "
                     "stop the process that uses the port, or set launch.port=0 for a free port"
                 ) from None
+            reserved_sockets.append(stack.enter_context(reserved_socket))
+
         stack.pop_all()
+        return reserved_sockets
 
-    _reserved_sockets.extend(sockets)
-    while len(_reserved_sockets) > MAX_RESERVED:
-        _reserved_sockets.popleft().close()
 
-    return [reserved_socket.getsockname()[1] for reserved_socket in sockets]
+def hold_ports(reserved_sockets: Iterable[socket.socket]) -> None:
+    """Keep ports reserved for servers of other processes: from now on, and between two starts of a server,
+    until this process ends or has held MAX_HELD_PORTS others."""
+    _held_ports.extend(reserved_sockets)
+    while len(_held_ports) > MAX_HELD_PORTS:
+        _held_ports.popleft().close()

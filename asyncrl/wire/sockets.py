@@ -31,7 +31,7 @@ import zmq.utils.z85
 from zmq.utils.monitor import recv_monitor_message
 
 from asyncrl.errors import UNDECODABLE, DeadlineError, ProtocolError, vital_thread
-from asyncrl.wire.addresses import EVERY_ADDRESS, Listeners, free_ports, own_address
+from asyncrl.wire.addresses import EVERY_ADDRESS, Listeners, hold_ports, own_address, reserve_ports
 from asyncrl.wire.messages.shared import WireMessage
 
 log = logging.getLogger("asyncrl.wire")
@@ -89,10 +89,13 @@ class Endpoints(msgspec.Struct, frozen=True):
 
 
 def choose_endpoints(host: str, port: int) -> Endpoints:
-    """Return three ports on `host`, from `port` on, or free ports for 0, and new keys. ConfigError if a port
-    is taken. As nobody can dial 0.0.0.0 from elsewhere, the endpoints then have this machine's address."""
+    """Return three ports on `host`, from `port` on, or free ports for 0, and new keys; this process holds the
+    ports. ConfigError if a port is taken. As nobody can dial 0.0.0.0 from elsewhere, the endpoints then have
+    this machine's address."""
     dialled_host = own_address() if host == EVERY_ADDRESS else host
-    control, bulk, versions = (f"tcp://{dialled_host}:{number}" for number in free_ports(host, port, 3))
+    reserved_sockets = reserve_ports(host, port, 3)
+    hold_ports(reserved_sockets)
+    control, bulk, versions = (f"tcp://{dialled_host}:{one.getsockname()[1]}" for one in reserved_sockets)
     keys = {role: new_key_pair() for role in (COORDINATOR, *PEER_ROLES)}
     return Endpoints(control, bulk, keys, versions)
 

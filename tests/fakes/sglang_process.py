@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.engines.sglang.process import reserve_port
 from asyncrl.observe.files import log_tail
+from asyncrl.wire.addresses import reserve_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "tools/sglang_cpu/launch.py"

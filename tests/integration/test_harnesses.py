@@ -146,7 +146,7 @@ def test_its_version_is_found_in_a_sandbox(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, client in CLIENTS.items() if client.viewer[0]])
 def test_the_model_reads_an_image_that_its_tool_shows(name: str) -> None:
     client = CLIENTS[name]
-    path = "/tmp/red.png"
+    path = "/sandbox/work/red.png"
     file = image_file(64, 48, "red")
 
     def script(prompt: str) -> str:

@@ -29,13 +29,13 @@ from mcp.types import (
 )
 
 from asyncrl import ImageFile
-from asyncrl.engines.sglang.process import reserve_port
 from asyncrl.errors import ConfigError
 from asyncrl.tools import Tool, Toolbox, ToolError, ToolSession, load_tools, mcp_pipes
 from asyncrl.tools.mcp import result_content
 from asyncrl.tools.mcp_client import MAX_UNANSWERED, close_servers
 from asyncrl.tools.mcp_pipes import MAX_MESSAGE_BYTES
 from asyncrl.types import IMAGE_MARK, Sample, ToolCall, ToolReply
+from asyncrl.wire.addresses import reserve_port
 from tests.fakes.chat import IMAGE_LAYOUT
 
 FAKES = Path(__file__).parents[1] / "fakes"

@@ -21,6 +21,7 @@ from asyncrl.config import EngineConfig, RunConfig
 from asyncrl.errors import EngineError
 from asyncrl.isolation.child import wrapped_command
 from asyncrl.observe.files import replace_file
+from asyncrl.wire.addresses import reserve_port
 
 # Seconds from terminate to kill: a server has nothing to save, and the supervisor has little more than a
 # second.
@@ -168,19 +169,6 @@ def _kv_tokens_file(directory: Path, index: int) -> Path:
 def server_keys(engine: EngineConfig) -> tuple[str, str]:
     """Return (API key, admin key) from the environment; '' for none."""
     return os.environ.get(engine.api_key_env, ""), os.environ.get(engine.admin_key_env, "")
-
-
-def reserve_port(host: str) -> socket.socket:
-    """Return a bound socket that does not listen: until the socket is closed, the system gives its port to
-    nobody who asks for any free port, but a server that asks for this port with SO_REUSEADDR may listen
-    there.
-
-    A server takes a minute to start, long enough for another process to get a port that is only free.
-    """
-    reserved_socket = socket.socket()
-    reserved_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved_socket.bind((host, 0))
-    return reserved_socket
 
 
 @dataclass(frozen=True)

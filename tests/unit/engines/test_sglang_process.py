@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.engines.sglang.process import (
     ServerProcess,
     base_gpu,
-    reserve_port,
     server_command,
     server_environment,
 )
@@ -63,17 +61,6 @@ def test_engines_that_sleep_have_the_trainers_gpus_and_later_servers_as_much_kv_
         assert "--enable-memory-saver" in command and flags(command)["--base-gpu-id"] == str(index)
         assert flags(command).get("--max-total-tokens", "0") == str(tokens)
     assert "--enable-memory-saver" not in server_command(configured(), 0, "h", 1, 8)
-
-
-def test_a_reserved_port_is_given_to_nobody_else_and_the_server_may_listen_on_it() -> None:
-    with reserve_port("127.0.0.1") as reserved, socket.socket() as stranger, socket.socket() as server:
-        address = reserved.getsockname()
-        with pytest.raises(OSError, match="in use"):
-            stranger.bind(address)
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(address)
-        server.listen()
-        socket.create_connection(address, 5).close()
 
 
 def test_further_arguments_win_and_switches_can_be_turned_off() -> None:

@@ -46,9 +46,10 @@ GIVEN_SPELLED_TOKENS = replace(
         Message(
             "assistant",
             SPELLED_TOKEN,
-            (ToolCall("look", f'{{"at": "{SPELLED_TOKEN}"}}'),),
+            (ToolCall(SPELLED_TOKEN, f'{{"at": "{SPELLED_TOKEN}"}}', SPELLED_TOKEN),),
             reasoning=SPELLED_TOKEN,
         ),
+        Message("tool", SPELLED_TOKEN, tool_call_id=SPELLED_TOKEN, name=SPELLED_TOKEN),
     ),
     image_token=SPELLED_TOKEN,
 )
@@ -150,7 +151,7 @@ def test_a_token_of_images_that_the_policy_spells_becomes_a_note(scored_text: An
     """The server would look for an image at the token."""
     messages = json.dumps(_conversation(GIVEN_SPELLED_TOKENS, scored_text))
     assert SPELLED_TOKEN not in messages
-    assert messages.count(IMAGE_NOTE) == (2 if scored_text == "answer" else 4)
+    assert messages.count(IMAGE_NOTE) == (2 if scored_text == "answer" else 9)
 
 
 async def test_a_served_reward_model_reads_notes_in_place_of_images(tokenizer: Any) -> None:

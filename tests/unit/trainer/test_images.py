@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -19,6 +20,7 @@ from torch import Tensor
 from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.config import ModelConfig, Packing
 from asyncrl.engines.torch.engine import replace_weights
+from asyncrl.episodes.image_checks import check_images
 from asyncrl.episodes.parts import EpisodeParts
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, ProtocolError, lacks_memory
 from asyncrl.launch.models import check_model, decide_on_images
@@ -708,6 +710,32 @@ def test_a_reference_and_a_critic_must_read_images_like_the_policy(model_paths: 
 
     config = tiny_config(path, algorithm={"advantage": "gae"}, critic={"path": str(DEMO_MODEL)})
     assert not decide_on_images(config).model.read_images
+
+
+def test_the_servers_of_a_scorer_must_read_images_like_the_trainer(
+    model_paths: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the scorer's own files, not by those of the working directory."""
+    path = model_paths("qwen3_vl")
+    scorer_path = tmp_path / "scorer"
+    shutil.copytree(path, scorer_path)
+    config_file = scorer_path / "config.json"
+    settings = json.loads(config_file.read_text())
+    settings["vision_config"]["rope_parameters"] = {"rope_type": "axial", "rope_theta": 10.0}
+    config_file.write_text(json.dumps(settings))
+    monkeypatch.chdir(scorer_path)
+
+    keys = {"kl": {"where": "loss", "coef": 1.0}}
+    complaint = rf"scorers\.teacher: for {scorer_path}, .* vision_config in config\.json has 10"
+    with pytest.raises(ConfigError, match=complaint):
+        check_images(tiny_config(path, **keys, scorers={"teacher": {"path": str(scorer_path)}}))
+
+    check_images(tiny_config(path, **keys, scorers={"teacher": {"urls": ["http://elsewhere"]}}))
+    complaint = rf"scorers\.teacher: for a model like {scorer_path}, "
+    with pytest.raises(ConfigError, match=complaint):
+        check_images(
+            tiny_config(str(scorer_path), **keys, scorers={"teacher": {"urls": ["http://elsewhere"]}})
+        )
 
 
 @pytest.mark.full

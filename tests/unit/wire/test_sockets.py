@@ -19,7 +19,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 from asyncrl.errors import ProtocolError
 from asyncrl.wire import sockets
-from asyncrl.wire.addresses import MAX_RESERVED, bind_address, free_ports, own_address
+from asyncrl.wire.addresses import (
+    MAX_HELD_PORTS,
+    bind_address,
+    hold_ports,
+    own_address,
+    reserve_port,
+    reserve_ports,
+)
 from asyncrl.wire.messages.channels import ToCoordinatorControl, ToObserver, ToWorkerBulk
 from asyncrl.wire.messages.shared import Attempt, ObserverHello, Stop, WireMessage
 from asyncrl.wire.messages.trainer import Checkpointed, Commit, PlanRequest, TrainerHello
@@ -232,7 +239,18 @@ def test_a_key_that_is_taken_back_is_heard_no_more(visitors: Visitors) -> None:
     assert visitors.receive() is None and visitors.hub.refused_count == 1
 
 
-def test_nobody_else_takes_a_port_before_the_coordinator_listens_on_it() -> None:
+def test_a_reserved_port_is_given_to_nobody_else_and_the_server_may_listen_on_it() -> None:
+    with reserve_port("127.0.0.1") as reserved, socket.socket() as stranger, socket.socket() as server:
+        address = reserved.getsockname()
+        with pytest.raises(OSError, match="in use"):
+            stranger.bind(address)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(address)
+        server.listen()
+        socket.create_connection(address, 5).close()
+
+
+def test_the_ports_of_endpoints_are_held_until_the_coordinator_listens() -> None:
     endpoints = choose_endpoints("127.0.0.1", 0)
     port = int(endpoints.control.rpartition(":")[2])
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
@@ -245,11 +263,12 @@ def test_nobody_else_takes_a_port_before_the_coordinator_listens_on_it() -> None
         gate.close()
 
 
-def test_a_process_reserves_few_ports() -> None:
-    first, *_ = free_ports("127.0.0.1", 0, 1)
-    free_ports("127.0.0.1", 0, MAX_RESERVED)
-    with socket.socket() as stranger:
-        stranger.bind(("127.0.0.1", first))
+def test_a_process_holds_few_ports() -> None:
+    first_socket = reserve_port("127.0.0.1")
+    hold_ports([first_socket])
+    assert first_socket.fileno() >= 0
+    hold_ports(reserve_ports("127.0.0.1", 0, MAX_HELD_PORTS))
+    assert first_socket.fileno() < 0  # closed
 
 
 def test_a_role_is_given_no_other_secret() -> None:
