@@ -34,7 +34,7 @@ from asyncrl.launch.nodes import Node, NodeAssignment, check_shared_resources, n
 from asyncrl.launch.placement import PlannedProcess, Unit, plan_units
 from asyncrl.launch.process import BAD_INPUT, LocalSpawner, ProcessSpec, log_path
 from asyncrl.launch.run_directory import run_directory
-from asyncrl.wire.addresses import EVERY_ADDRESS, hold_ports, reserve_port
+from asyncrl.wire.addresses import EVERY_ADDRESS, reserve_port
 from asyncrl.wire.sockets import Endpoints
 
 log = logging.getLogger("asyncrl.launch")
@@ -158,6 +158,7 @@ class RaySpawner:
         self._launcher_node = launcher_node
         self._start_file_text = (run_dir / "started").read_text()
         self._secrets = named_secrets(config)
+        self._rendezvous_socket: socket.socket | None = None
 
     @classmethod
     @contextmanager
@@ -205,12 +206,14 @@ class RaySpawner:
         return RayProcess(planned, actor, node_call, run_call, self)
 
     def rendezvous(self, unit: Unit, incarnation: str) -> str:
-        """Return the URL of a free port of this machine, on which rank 0 runs; '' for a single process."""
+        """Return the URL of a free port of this machine, on which rank 0 runs; '' for a single process. The
+        port stays reserved until the next rendezvous."""
         if len(unit.processes) == 1:
             return ""
-        reserved_socket = reserve_port(EVERY_ADDRESS)
-        hold_ports([reserved_socket])
-        return f"tcp://{ray.util.get_node_ip_address()}:{reserved_socket.getsockname()[1]}"
+        if self._rendezvous_socket is not None:
+            self._rendezvous_socket.close()
+        self._rendezvous_socket = reserve_port(EVERY_ADDRESS)
+        return f"tcp://{ray.util.get_node_ip_address()}:{self._rendezvous_socket.getsockname()[1]}"
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import asyncio
 import math
 import os
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -231,9 +231,9 @@ def _without_image_token(value: Any, image_token: str) -> Any:
         return value
     if isinstance(value, str):
         return value.replace(image_token, IMAGE_NOTE)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _without_image_token(part, image_token) for key, part in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return [_without_image_token(part, image_token) for part in value]
     return value
 

@@ -182,7 +182,8 @@ def test_a_stop_iteration_reaches_the_caller() -> None:
     """As another error: asyncio's futures refuse it, and the caller would wait forever."""
 
     async def main() -> None:
-        await to_its_end(partial(next, iter(())))
+        async with asyncio.timeout(10):  # otherwise a lost error would block asyncio.run's clean-up, too
+            await to_its_end(partial(next, iter(())))
 
     with pytest.raises(UserCodeError, match="StopIteration"):
         asyncio.run(main())

@@ -95,17 +95,16 @@ def test_the_prompt_has_notes_in_place_of_images() -> None:
     image = ImageRef("0" * 29, 32, 32)
     question = Message("user", f"{IMAGE_MARK} and {IMAGE_MARK}?", images=(image, image))
     episode = RewardInput(
-        replace(SAMPLE, prompt=(question,)),
+        replace(SAMPLE, prompt=(question,), extra_info_json='{"steps": ["see |image|"]}'),
         "a |image|",
         (question, Message("assistant", "a |image|")),
         transcript="<user>|image| and |image|?<end>a |image|",
         image_token="|image|",
     )
-    _, ((message,),) = judged(
-        "Score: 1", episode=episode, prompt="{{ question }} / {{ transcript }} / {{ answer }}"
-    )
+    template = "{{ question }} / {{ transcript }} / {{ answer }} / {{ extra_info.steps[0] }}"
+    _, ((message,),) = judged("Score: 1", episode=episode, prompt=template)
     assert message["content"] == (
-        "[image] and [image]? / <user>[image] and [image]?<end>a [image] / a [image]"
+        "[image] and [image]? / <user>[image] and [image]?<end>a [image] / a [image] / see [image]"
     )
 
 

@@ -726,12 +726,13 @@ def test_the_servers_of_a_scorer_must_read_images_like_the_trainer(
     monkeypatch.chdir(scorer_path)
 
     keys = {"kl": {"where": "loss", "coef": 1.0}}
-    complaint = rf"scorers\.teacher: for {scorer_path}, .* vision_config in config\.json has 10"
+    escaped_path = re.escape(str(scorer_path))
+    complaint = rf"scorers\.teacher: for {escaped_path}, .* vision_config in config\.json has 10"
     with pytest.raises(ConfigError, match=complaint):
         check_images(tiny_config(path, **keys, scorers={"teacher": {"path": str(scorer_path)}}))
 
     check_images(tiny_config(path, **keys, scorers={"teacher": {"urls": ["http://elsewhere"]}}))
-    complaint = rf"scorers\.teacher: for a model like {scorer_path}, "
+    complaint = rf"scorers\.teacher: for a model like {escaped_path}, "
     with pytest.raises(ConfigError, match=complaint):
         check_images(
             tiny_config(str(scorer_path), **keys, scorers={"teacher": {"urls": ["http://elsewhere"]}})
