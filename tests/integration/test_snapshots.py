@@ -266,6 +266,7 @@ def work(config: bytes, endpoints: Endpoints, parent: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("engine", "every", "kills"), [("ShellEngine", 1, 200), ("CountingEngine", 3, 100)])
 def test_kills_leave_each_effect_once(
     engine: str, every: int, kills: int, parent: Path, tmp_path: Path
